@@ -1,0 +1,1 @@
+"""Drafters: one file each, all behind the `Drafter` protocol of `base.py`."""

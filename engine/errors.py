@@ -1,0 +1,46 @@
+"""The project's exceptions. Each names the thing, its value, what was expected and what to do.
+
+They live on the ground floor so that every floor can raise and catch them without loading torch.
+"""
+
+from __future__ import annotations
+
+
+class WhiFlashError(Exception):
+    """Parent of every error this project raises on purpose."""
+
+
+class RequestError(WhiFlashError, ValueError):
+    """A request asks for something impossible or unsupported."""
+
+
+class UnsupportedTargetError(WhiFlashError):
+    """The target model cannot be driven by the engine (architecture, cache or attention)."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested tokens do not fit the target's context or the KV cache."""
+
+
+class CheckpointError(WhiFlashError):
+    """A checkpoint is missing, incomplete, or does not fit the target."""
+
+
+class ModelNotFoundError(WhiFlashError):
+    """A model, or one of its files, cannot be found or fetched."""
+
+
+class TraceError(WhiFlashError, ValueError):
+    """A trace cannot be read; the text names file, line, field, value and remedy."""
+
+
+class SettingsError(WhiFlashError, ValueError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class OutputError(WhiFlashError):
+    """The output of a run cannot be written where it was asked for."""
+
+
+class WorkerError(WhiFlashError):
+    """A worker could not start, or died while it held work."""

@@ -1,0 +1,93 @@
+"""Round records and their aggregation, with the field's names (vLLM, AIPerf).
+
+`mean_acceptance_length` counts the bonus token: 1 + accepted / rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One round of one sequence. `position` is the index, in the output, of its first new token;
+    `accepted` counts draft tokens only. Times are seconds; those of a batch are shared equally."""
+
+    position: int
+    drafter: str
+    drafted: int
+    accepted: int
+    emitted: int  # tokens that reached the output: accepted + bonus, less what a stop cut off
+    backlog: int = 0
+    catch_up_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    round_seconds: float = 0.0
+    switched: bool = False
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """All rounds of one or many sequences.
+
+    Attributes:
+        rounds: the records, in order. Prefill's own token is not a round.
+    """
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_spec_steps(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(r.drafted for r in self.rounds)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(r.accepted for r in self.rounds)
+
+    @property
+    def num_switches(self) -> int:
+        return sum(r.switched for r in self.rounds)
+
+    def as_dict(self) -> dict[str, object]:
+        """The `speculative_decoding` object of an output row, without `by_span`."""
+        return summarise(self.rounds) | {"by_drafter": self.by_drafter()}
+
+    def by_drafter(self) -> dict[str, dict[str, object]]:
+        groups: dict[str, list[RoundRecord]] = {}
+        for record in self.rounds:
+            groups.setdefault(record.drafter, []).append(record)
+        keep = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        out: dict[str, dict[str, object]] = {}
+        for name, records in sorted(groups.items()):
+            figures = summarise(records)
+            out[name] = {"mean_acceptance_length": figures["mean_acceptance_length"]}
+            out[name] |= {key: figures[key] for key in keep}
+        return out
+
+
+def summarise(rounds: Iterable[RoundRecord]) -> dict[str, object]:
+    """Figures over `rounds`; `acceptance_histogram[k]` counts the rounds that accepted k drafts."""
+    records = list(rounds)
+    steps = len(records)
+    accepted = sum(r.accepted for r in records)
+    drafted = sum(r.drafted for r in records)
+    histogram = [0] * (max((r.accepted for r in records), default=-1) + 1)
+    for r in records:
+        histogram[r.accepted] += 1
+    total = sum(r.round_seconds for r in records)
+    switching = sum(r.catch_up_seconds for r in records if r.switched)
+    return {
+        "mean_acceptance_length": 1.0 + accepted / steps if steps else 0.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": steps,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "num_switches": sum(r.switched for r in records),
+        "switch_overhead": switching / total if total else 0.0,
+    }

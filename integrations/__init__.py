@@ -1,0 +1,1 @@
+"""Adapters for agent frameworks. The only place that imports LangChain."""

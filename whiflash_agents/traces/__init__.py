@@ -1,0 +1,1 @@
+"""Recorded agent traces: the schema, one reader per format, validation."""

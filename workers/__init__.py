@@ -1,0 +1,1 @@
+"""Where engines run: the Ray actor, the pool. The only floor that imports Ray."""
