@@ -9,10 +9,12 @@ from .problems import RecordError, TraceProblem
 from .records import MAX_RECORD_BYTES
 from .scan import read_traces, scan_traces
 from .schema import Message, Role, ToolCall, Trace
+from .validation import FileReport, ValidationReport, validate
 
 __all__ = [
     "FORMATS",
     "MAX_RECORD_BYTES",
+    "FileReport",
     "Message",
     "RecordError",
     "Role",
@@ -20,6 +22,8 @@ __all__ = [
     "Trace",
     "TraceFormat",
     "TraceProblem",
+    "ValidationReport",
     "read_traces",
     "scan_traces",
+    "validate",
 ]

@@ -46,6 +46,15 @@ def check_trace(trace: Trace) -> list[Finding]:
             pending.clear()
         if message.role == "assistant":
             turns += 1
+            if message.content and "<tool_call>" in message.content:
+                findings.append(
+                    Finding(
+                        "warning",
+                        f"messages[{i}].content",
+                        "the text holds <tool_call>, which could not be read as a call",
+                        "correct the call, unless the model wrote it so",
+                    )
+                )
             if message.tool_calls:
                 _check_calls(i, trace, known, pending, findings)
                 continue

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 from whiflash_agents.engine.errors import TraceError
 
+from .langchain import LangChainFormat
 from .openai import OpenAIFormat
 from .openai_batch import OpenAIBatchFormat
 from .problems import RecordError, shown
 from .schema import Trace
+from .sharegpt import ShareGPTFormat
 from .swe_agent import SweAgentFormat
 from .tau_bench import TauBenchFormat
 
@@ -39,6 +41,8 @@ FORMATS: dict[str, TraceFormat] = {
         OpenAIBatchFormat(),
         TauBenchFormat(),
         SweAgentFormat(),
+        ShareGPTFormat(),
+        LangChainFormat(),
         OpenAIFormat(),  # last: the others that have `messages` tell more by them
     )
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from typing import Any
 
 import orjson
@@ -58,7 +59,9 @@ def parse_python_literal(text: str, field: str | None) -> Any:
             field, f"a Python literal of {len(text)} characters is over {MAX_LITERAL_CHARS}", remedy
         )
     try:
-        value = ast.literal_eval(text.strip())
+        with warnings.catch_warnings():  # Python warns of escapes such as "\\d"
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)  # orjson would write infinity as null
         data = orjson.dumps(value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:

@@ -100,8 +100,8 @@ class _Place:
 class TraceScanner:
     """Scans files one after the other and remembers the ids seen across all of them.
 
-    `paths` are the files in order. Raises TraceError for an unknown `format` and for stdin named
-    twice.
+    `paths` are the files in order; `records` counts those of the file scanned last. Raises
+    TraceError for an unknown `format` and for stdin named twice.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class TraceScanner:
             raise TraceError("stdin (-) is named twice: it can only be read once; name it once")
         self._format = find_format(format) if format is not None else None
         self._max_record_bytes = max_record_bytes
+        self.records = 0
         self._seen = SeenIds()
         self._stems: Counter[str] = Counter()
         # Lines of all files are numbered through, so that 4 bytes tell where an id was first seen.
@@ -132,10 +133,12 @@ class TraceScanner:
             stem = f"{stem}~{self._stems[stem]}"
         self._names.append(name)
         self._first_ordinals.append(self._ordinal)
-        line = row = 0
+        self.records = 0
+        line = 0
         try:
             records = iter_records(path, is_message, max_record_bytes=self._max_record_bytes)
             for row, record in enumerate(records):
+                self.records = row + 1
                 line = record.line
                 prefix = f"[{row}]" if record.listed else ""
                 yield from self._read(record, _Place(name, line, row, prefix), stem)
