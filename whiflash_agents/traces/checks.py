@@ -17,7 +17,7 @@ class Finding(NamedTuple):
     """One result of a check; the scan adds where the trace stands."""
 
     severity: Severity
-    field: str
+    field: str | None
     message: str
     remedy: str
 

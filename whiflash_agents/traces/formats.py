@@ -23,7 +23,7 @@ class TraceFormat(Protocol):
     """How one format is recognised and read.
 
     `sniff` looks at a few keys of a parsed record and claims it or not; no two formats claim the
-    same record, except that `openai` takes what is left of `messages`. `parse` raises RecordError
+    same record, so their order does not matter. `parse` raises RecordError
     for what it cannot read; `default_id` is the id of a record that has none of its own.
     """
 
@@ -38,12 +38,12 @@ class TraceFormat(Protocol):
 FORMATS: dict[str, TraceFormat] = {
     known.name: known
     for known in (
+        OpenAIFormat(),
         OpenAIBatchFormat(),
         TauBenchFormat(),
         SweAgentFormat(),
         ShareGPTFormat(),
         LangChainFormat(),
-        OpenAIFormat(),  # last: the others that have `messages` tell more by them
     )
 }
 

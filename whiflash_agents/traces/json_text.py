@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import warnings
 from typing import Any
 
@@ -20,7 +19,10 @@ from .problems import RecordError, shown
 MAX_DEPTH = 128  # levels of lists and objects; writers give up at about 250
 MAX_LITERAL_CHARS = 1 << 20  # a Python literal takes about 100 times its text while it is parsed
 
-_LONG_DIGITS = re.compile(rb"[0-9]{19}")
+# Whether 19 digits stand in a row is asked of every record; two passes in C answer it ten times
+# faster than a regular expression.
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+_LONG_INTEGER = b"0" * 19
 _INTEGERS = range(-(2**63), 2**64)
 
 
@@ -41,7 +43,7 @@ def parse_json(data: bytes, field: str | None = None) -> Any:
 def refuse_unwritable(data: bytes, value: Any, field: str | None) -> None:
     """Raises RecordError if `value`, which orjson read from `data`, cannot be written back as it
     was: an integer outside 64 bits, or nesting deeper than MAX_DEPTH."""
-    if _LONG_DIGITS.search(data):
+    if _LONG_INTEGER in data.translate(_DIGITS_TO_ZERO):
         _refuse_huge_integers(data, field)
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
         refuse_deep_nesting(value, field)

@@ -19,11 +19,11 @@ from .openai import (
     read_metadata,
     read_text,
     read_tool_calls,
-    read_tools,
     required,
 )
 from .problems import RecordError, shown
 from .schema import Trace
+from .tool_schemas import read_tools
 
 _ROLES = {
     "system": "system",
@@ -82,117 +82,131 @@ class LangChainFormat:
 def _read_messages(value: Any, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise RecordError(field, f"expected a list, found {shown(value)}", "write a list")
-    return [_read_message(message, f"{field}[{i}]") for i, message in enumerate(value)]
+    messages: list[dict[str, Any]] = []
+    try:
+        for message in value:
+            messages.append(_read_message(message))
+    except RecordError as error:
+        raise error.inside(f"{field}[{len(messages)}]") from None
+    return messages
 
 
-def _read_message(message: Any, field: str) -> dict[str, Any]:
+def _read_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise RecordError(
-            field, f"expected an object, found {shown(message)}", "dump messages with dumpd"
-        )
+        raise RecordError(None, f"expected an object, found {shown(message)}", "dump with dumpd")
     kind: Any
-    data: dict[str, Any]
     if "lc" in message:
-        kind, data = _constructed(message, field)
-        field += ".kwargs"
-    elif isinstance(message.get("data"), dict) and "content" not in message:
-        kind, data = message.get("type"), message["data"]
-        field += ".data"
+        kind, data, inner = _class_role(message.get("id")), message.get("kwargs"), "kwargs"
+    elif "data" in message and "content" not in message:
+        kind, data, inner = message.get("type"), message["data"], "data"
     elif "role" in message and "type" not in message:
-        return read_message(message, field)
+        return read_message(message)
     else:
-        kind, data = message.get("type"), message
-    if kind == "chat":  # LangChain's message with a free role
-        return read_message(data, field)
-    role = _ROLES.get(kind) if isinstance(kind, str) else None
-    if role is None:
-        raise RecordError(
-            f"{field}.type",
-            f"expected one of {', '.join(_ROLES)}, found {shown(kind)}",
-            "remove the message, or correct its type",
-        )
-    if role == "assistant":
-        return _read_assistant(data, field)
-    content, _ = read_content(data.get("content"), f"{field}.content")
-    read: dict[str, Any] = {"role": role, "content": content}
-    read["name"] = read_text(data.get("name"), f"{field}.name")
-    if role == "tool":
-        read["tool_call_id"] = read_text(data.get("tool_call_id"), f"{field}.tool_call_id")
-    return read
+        kind, data, inner = message.get("type"), message, ""
+    if not isinstance(data, dict):
+        raise RecordError(inner, f"expected an object, found {shown(data)}", "dump with dumpd")
+    try:
+        return _read_fields(kind, data)
+    except RecordError as error:
+        raise (error.inside(inner) if inner else error) from None
 
 
-def _constructed(message: dict[str, Any], field: str) -> tuple[str, dict[str, Any]]:
-    """Message type and fields of the `dumpd` form."""
-    path, data = message.get("id"), message.get("kwargs")
+def _class_role(path: Any) -> str:
+    """The message type of a `dumpd` class path, of which only the last name is looked at."""
     name = path[-1] if isinstance(path, list) and path else None
     kind = _CLASSES.get(name.removesuffix("Chunk")) if isinstance(name, str) else None
     if kind is None:
         raise RecordError(
-            f"{field}.id",
+            "id",
             f"expected the path of a message class, found {shown(name)}",
             f"only these are read: {', '.join(_CLASSES)}",
         )
-    if not isinstance(data, dict):
+    return kind
+
+
+def _read_fields(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
+    if kind == "chat":  # LangChain's message with a free role
+        return read_message(data)
+    role = _ROLES.get(kind) if isinstance(kind, str) else None
+    if role is None:
         raise RecordError(
-            f"{field}.kwargs", f"expected an object, found {shown(data)}", "dump with dumpd"
+            "type",
+            f"expected one of {', '.join(_ROLES)}, found {shown(kind)}",
+            "remove the message, or correct its type",
         )
-    return kind, data
+    if role == "assistant":
+        return _read_assistant(data)
+    read: dict[str, Any] = {"role": role, "content": read_content(data.get("content"))[0]}
+    read["name"] = read_text(data, "name")
+    if role == "tool":
+        read["tool_call_id"] = read_text(data, "tool_call_id")
+    return read
 
 
-def _read_assistant(data: dict[str, Any], field: str) -> dict[str, Any]:
-    content = data.get("content")
-    inline: list[dict[str, Any]] = []
-    if isinstance(content, list):
-        parts = []
-        for i, part in enumerate(content):
-            if isinstance(part, dict) and part.get("type") in _CALL_PARTS:
-                inline.append(_read_call(part, f"{field}.content[{i}]"))
-            else:
-                parts.append(part)
-        content = parts
-    text, reasoning = read_content(content, f"{field}.content")
+def _read_assistant(data: dict[str, Any]) -> dict[str, Any]:
+    content, inline = _split_call_parts(data.get("content"))
+    text, reasoning = read_content(content)
     extra = data.get("additional_kwargs")
     extra = extra if isinstance(extra, dict) else {}
-    for key in ("reasoning_content", "reasoning"):
-        if isinstance(extra.get(key), str) and extra[key]:
-            reasoning = extra[key]
-    calls: list[dict[str, Any]] = []
-    for key in ("tool_calls", "invalid_tool_calls"):
-        recorded = data.get(key)
-        if recorded is None:
-            continue
-        if not isinstance(recorded, list):
-            raise RecordError(
-                f"{field}.{key}", f"expected a list, found {shown(recorded)}", "write a list"
-            )
-        calls += [_read_call(call, f"{field}.{key}[{i}]") for i, call in enumerate(recorded)]
-    if not calls:  # providers leave copies of the calls in these places
-        calls = inline or read_tool_calls(
-            extra.get("tool_calls"), f"{field}.additional_kwargs.tool_calls"
-        )
+    calls = _read_calls(data, "tool_calls") + _read_calls(data, "invalid_tool_calls") or inline
+    if not calls and extra.get("tool_calls") is not None:  # where providers leave copies
+        try:
+            calls = read_tool_calls(extra["tool_calls"])
+        except RecordError as error:
+            raise error.inside("additional_kwargs") from None
     return {
         "role": "assistant",
         "content": text,
-        "reasoning_content": reasoning,
+        "reasoning_content": (
+            read_text(extra, "reasoning_content") or read_text(extra, "reasoning") or reasoning
+        ),
         "tool_calls": calls,
-        "name": read_text(data.get("name"), f"{field}.name"),
+        "name": read_text(data, "name"),
     }
 
 
-def _read_call(call: Any, field: str) -> dict[str, Any]:
+def _split_call_parts(content: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A content without the parts that are tool calls, and those calls."""
+    if not isinstance(content, list):
+        return content, []
+    parts: list[Any] = []
+    calls: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") in _CALL_PARTS:
+            try:
+                calls.append(_read_call(part))
+            except RecordError as error:
+                raise error.inside(f"content[{i}]") from None
+        else:
+            parts.append(part)
+    return parts, calls
+
+
+def _read_calls(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    recorded = data.get(key)
+    if recorded is None:
+        return []
+    if not isinstance(recorded, list):
+        raise RecordError(key, f"expected a list, found {shown(recorded)}", "write a list")
+    calls: list[dict[str, Any]] = []
+    try:
+        for call in recorded:
+            calls.append(_read_call(call))
+    except RecordError as error:
+        raise error.inside(f"{key}[{len(calls)}]") from None
+    return calls
+
+
+def _read_call(call: Any) -> dict[str, Any]:
     """A LangChain call: `name`, `args` (or a provider's `input` or `arguments`) and `id`."""
     if not isinstance(call, dict):
-        raise RecordError(field, f"expected an object, found {shown(call)}", "dump with dumpd")
-    if isinstance(call.get("function"), dict):
-        return read_tool_calls([call], field)[0]
+        raise RecordError(None, f"expected an object, found {shown(call)}", "dump with dumpd")
     name = call.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError(
-            f"{field}.name", f"expected a tool's name, found {shown(name)}", "name the tool"
-        )
+        raise RecordError("name", f"expected a tool's name, found {shown(name)}", "name the tool")
     key = next((key for key in ("args", "input", "arguments") if key in call), "args")
     return {
-        "id": read_text(call.get("id") or call.get("call_id"), f"{field}.id"),
+        "id": read_text(call, "id") or read_text(call, "call_id"),
         "name": name,
-        "arguments": read_arguments(call.get(key), f"{field}.{key}"),
+        "arguments": read_arguments(call, key),
     }

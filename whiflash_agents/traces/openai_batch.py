@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .openai import read_id, read_messages, read_metadata, read_tools, required
+from .openai import read_id, read_messages, read_metadata, required
 from .problems import RecordError, shown
 from .schema import Trace
+from .tool_schemas import read_tools
 
 _CHAT_URL = "/v1/chat/completions"
 
@@ -37,12 +38,16 @@ class OpenAIBatchFormat:
             raise RecordError(
                 "body.messages", "missing", f"write the body of a {_CHAT_URL} request"
             )
+        try:
+            tools = read_tools(body)
+        except RecordError as error:
+            raise error.inside("body") from None
         trace_id = read_id(record, default_id)
         return Trace.model_validate(
             {
                 "id": trace_id,
                 "messages": read_messages(body["messages"], "body.messages"),
-                "tools": read_tools(body, "body."),
+                "tools": tools,
                 "metadata": read_metadata(body, trace_id),
             }
         )

@@ -15,13 +15,24 @@ Severity = Literal["error", "warning"]
 
 
 class RecordError(TraceError):
-    """A record cannot be read. `field` is a path inside it, such as `messages[2].content`."""
+    """A record cannot be read. `field` is a path inside it, such as `messages[2].content`.
+
+    Whoever reads a part raises with a path relative to that part; whoever handed the part down
+    completes it with `inside`. So a path costs nothing unless something is wrong.
+    """
 
     def __init__(self, field: str | None, message: str, remedy: str) -> None:
         super().__init__(f"{field}: {message} ({remedy})" if field else f"{message} ({remedy})")
         self.field = field
         self.message = message
         self.remedy = remedy
+
+    def inside(self, parent: str) -> RecordError:
+        """The same error with its field, which was relative to `parent`, told in full."""
+        if not self.field:
+            return RecordError(parent, self.message, self.remedy)
+        joint = "" if self.field.startswith("[") else "."
+        return RecordError(f"{parent}{joint}{self.field}", self.message, self.remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,13 @@ from pydantic import ValidationError
 
 from whiflash_agents.engine.errors import TraceError
 
-from .checks import check_trace
+from .checks import Finding, check_trace
 from .formats import TraceFormat, detect_format, find_format, is_message
 from .json_text import parse_json
-from .problems import RecordError, Severity, TraceProblem, shown
+from .problems import RecordError, TraceProblem, shown
 from .records import MAX_RECORD_BYTES, STDIN, RawRecord, display_name, file_stem, iter_records
 from .schema import Trace
 from .trace_ids import SeenIds
-
-_DUPLICATE_REMEDY = "give each trace an id of its own; only the first was read"
 
 
 def read_traces(
@@ -76,25 +74,24 @@ class _Place:
 
     path: str
     line: int | None
-    row: int | None
-    prefix: str = ""  # the record's place in a JSON list, for the paths of fields
+    row: int | None = None
+    prefix: str = ""  # the record's place in a JSON list
 
-    def problem(
-        self,
-        severity: Severity,
-        field: str | None,
-        message: str,
-        remedy: str,
-        trace_id: str | None = None,
-    ) -> TraceProblem:
+    @classmethod
+    def of(cls, record: RawRecord, path: str, row: int) -> _Place:
+        return cls(path, record.line, row, f"[{row}]" if record.listed else "")
+
+    def error(self, error: RecordError, trace_id: str | None = None) -> TraceProblem:
+        return self.problem(Finding("error", error.field, error.message, error.remedy), trace_id)
+
+    def problem(self, finding: Finding, trace_id: str | None) -> TraceProblem:
+        severity, field, message, remedy = finding
         if self.prefix:
-            field = f"{self.prefix}.{field}" if field else self.prefix
+            joint = "." if field and not field.startswith("[") else ""
+            field = f"{self.prefix}{joint}{field or ''}"
         return TraceProblem(
             self.path, self.line, field, message, remedy, self.row, severity, trace_id
         )
-
-    def error(self, error: RecordError, trace_id: str | None = None) -> TraceProblem:
-        return self.problem("error", error.field, error.message, error.remedy, trace_id)
 
 
 class TraceScanner:
@@ -116,6 +113,7 @@ class TraceScanner:
             raise TraceError("stdin (-) is named twice: it can only be read once; name it once")
         self._format = find_format(format) if format is not None else None
         self._max_record_bytes = max_record_bytes
+        self._last: TraceFormat | None = None  # neighbours mostly have the same format
         self.records = 0
         self._seen = SeenIds()
         self._stems: Counter[str] = Counter()
@@ -140,38 +138,48 @@ class TraceScanner:
             for row, record in enumerate(records):
                 self.records = row + 1
                 line = record.line
-                prefix = f"[{row}]" if record.listed else ""
-                yield from self._read(record, _Place(name, line, row, prefix), stem)
-        except RecordError as error:
-            yield _Place(name, line or None, None).error(error)
+                try:
+                    trace = self._read(record, stem, row)
+                except RecordError as error:
+                    yield _Place.of(record, name, row).error(error)
+                    continue
+                except ValidationError as error:
+                    yield _Place.of(record, name, row).error(_as_record_error(error))
+                    continue
+                earlier = self._seen.add(trace.id, self._ordinal + line)
+                if earlier is not None:
+                    yield _Place.of(record, name, row).error(
+                        RecordError(
+                            "id",
+                            f"{shown(trace.id)} is also the id of a trace at "
+                            f"{self._locate(earlier)}",
+                            "give each trace an id of its own; only the first was read",
+                        ),
+                        trace.id,
+                    )
+                    continue
+                findings = check_trace(trace)
+                if findings:
+                    place = _Place.of(record, name, row)
+                    for finding in findings:
+                        yield place.problem(finding, trace.id)
+                    if any(finding.severity == "error" for finding in findings):
+                        continue
+                yield trace
+        except RecordError as error:  # of the file, not of a record
+            yield _Place(name, line or None).error(error)
         self._ordinal += line + 1
 
-    def _read(self, record: RawRecord, place: _Place, stem: str) -> Iterator[Trace | TraceProblem]:
+    def _read(self, record: RawRecord, stem: str, row: int) -> Trace:
         if record.error is not None:
-            yield place.error(record.error)
-            return
-        unnamed = f"{stem}:{record.line}" if not record.listed else f"{stem}:{place.row}"
-        try:
-            value = parse_json(record.data)
-            known: TraceFormat = self._format or detect_format(value)
-            trace = known.parse(value, unnamed)
-        except RecordError as error:
-            yield place.error(error)
-            return
-        except ValidationError as error:
-            yield place.error(_as_record_error(error))
-            return
-        earlier = self._seen.add(trace.id, self._ordinal + record.line)
-        if earlier is not None:
-            message = f"{shown(trace.id)} is also the id of the trace at {self._locate(earlier)}"
-            yield place.problem("error", "id", message, _DUPLICATE_REMEDY, trace.id)
-            return
-        broken = False
-        for finding in check_trace(trace):
-            broken = broken or finding.severity == "error"
-            yield place.problem(*finding, trace.id)
-        if not broken:
-            yield trace
+            raise record.error
+        value = parse_json(record.data)
+        known = self._format
+        if known is None:
+            known = self._last
+            if known is None or not known.sniff(value):
+                known = self._last = detect_format(value)
+        return known.parse(value, f"{stem}:{row if record.listed else record.line}")
 
     def _locate(self, ordinal: int) -> str:
         file = bisect_right(self._first_ordinals, ordinal) - 1

@@ -17,17 +17,10 @@ import re
 from typing import Any
 
 from .json_text import parse_json, parse_python_literal
-from .openai import (
-    read_function_call,
-    read_id,
-    read_metadata,
-    read_text,
-    read_tool_list,
-    read_tools,
-    required,
-)
+from .openai import read_function, read_id, read_metadata, read_text, required
 from .problems import RecordError, shown
 from .schema import Trace
+from .tool_schemas import read_tool_list, read_tools
 
 _ROLES = {
     "system": "system",
@@ -70,11 +63,14 @@ class ShareGPTFormat:
                 "conversations", f"expected a list, found {shown(turns)}", "write a list"
             )
         messages: list[dict[str, Any]] = []
-        system = read_text(record.get("system"), "system")
+        system = read_text(record, "system")
         if system:
             messages.append({"role": "system", "content": system})
         for i, turn in enumerate(turns):
-            messages += _read_turn(turn, f"conversations[{i}]")
+            try:
+                messages += _read_turn(turn)
+            except RecordError as error:
+                raise error.inside(f"conversations[{i}]") from None
         tools = read_tools(record)
         for message in messages:
             if message["role"] == "system":
@@ -89,43 +85,42 @@ class ShareGPTFormat:
         )
 
 
-def _read_turn(turn: Any, field: str) -> list[dict[str, Any]]:
+def _read_turn(turn: Any) -> list[dict[str, Any]]:
     if not isinstance(turn, dict):
         raise RecordError(
-            field, f"expected an object, found {shown(turn)}", 'write {"from": ..., "value": ...}'
+            None, f"expected an object, found {shown(turn)}", 'write {"from": ..., "value": ...}'
         )
     who, what = ("from", "value") if "from" in turn else ("role", "content")
     speaker, value = turn.get(who), turn.get(what)
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise RecordError(
-            f"{field}.{who}",
+            who,
             f"expected one of {', '.join(_ROLES)}, found {shown(speaker)}",
             "correct the speaker",
         )
     if not isinstance(value, str):
-        raise RecordError(
-            f"{field}.{what}", f"expected a string, found {shown(value)}", "write the text"
-        )
+        raise RecordError(what, f"expected a string, found {shown(value)}", "write the text")
     if speaker == "function_call":
-        return [{"role": role, "tool_calls": _read_calls(value, f"{field}.{what}")}]
+        try:
+            return [{"role": role, "tool_calls": _read_calls(value)}]
+        except RecordError as error:
+            raise error.inside(what) from None
     if role == "assistant":
         return [_read_assistant(value)]
     if role == "tool":
-        name = read_text(turn.get("name"), f"{field}.name")
+        name = read_text(turn, "name")
         return [{"role": role, "content": text, "name": name} for text in _split_answers(value)]
     return [{"role": role, "content": value}]
 
 
-def _read_calls(value: str, field: str) -> list[dict[str, Any]]:
-    """The calls of a `function_call` turn: a JSON object, or a list of them."""
-    parsed = _parse_call(value)
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    if parsed is None or not calls:
-        raise RecordError(
-            field, f"expected a call, found {shown(value)}", 'write {"name": ..., "arguments": ...}'
-        )
-    return [read_function_call(call, field) for call in calls]
+def _read_calls(value: str) -> list[dict[str, Any]]:
+    """The calls of a `function_call` turn: an object, or a list of them, in JSON or Python."""
+    try:
+        parsed = parse_json(value.encode())
+    except RecordError:
+        parsed = parse_python_literal(value, None)
+    return [read_function(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
 
 
 def _read_assistant(value: str) -> dict[str, Any]:
@@ -172,9 +167,8 @@ def _read_call_at(value: str, start: int) -> tuple[dict[str, Any], int] | None:
         _, end = _DECODER.raw_decode(value, start)
         after = _BLANK.match(value, end).end()  # type: ignore[union-attr]
         if value.startswith(_CALL_END, after):
-            return read_function_call(parse_json(value[start:end].encode()), ""), after + len(
-                _CALL_END
-            )
+            call = read_function(parse_json(value[start:end].encode()))
+            return call, after + len(_CALL_END)
     except (ValueError, RecursionError):  # RecordError is a ValueError
         pass
     closing = start
@@ -184,20 +178,10 @@ def _read_call_at(value: str, start: int) -> tuple[dict[str, Any], int] | None:
             return None
         try:
             parsed = parse_python_literal(value[start:closing], None)
-            return read_function_call(parsed, ""), closing + len(_CALL_END)
+            return read_function(parsed), closing + len(_CALL_END)
         except RecordError:
             closing += 1
     return None
-
-
-def _parse_call(text: str) -> Any:
-    try:
-        return parse_json(text.encode())
-    except RecordError:
-        try:
-            return parse_python_literal(text, None)
-        except RecordError:
-            return None
 
 
 def _split_answers(value: str) -> list[str]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from .json_text import parse_python_literal
-from .openai import read_id, read_message, read_text, read_tools, required
+from .openai import read_id, read_messages, read_text, required
 from .problems import RecordError, shown
 from .schema import Trace
+from .tool_schemas import read_tools
 
 
 class SweAgentFormat:
@@ -27,8 +28,8 @@ class SweAgentFormat:
 
     def parse(self, record: Any, default_id: str) -> Trace:
         history = required(record, "history")
-        if not isinstance(history, list):
-            raise RecordError("history", f"expected a list, found {shown(history)}", "write a list")
+        if isinstance(history, list):
+            history = [_as_openai(entry, f"history[{i}]") for i, entry in enumerate(history)]
         metadata = {"environment": record["environment"]} if "environment" in record else {}
         info = record.get("info")
         if isinstance(info, dict):
@@ -36,44 +37,51 @@ class SweAgentFormat:
         return Trace.model_validate(
             {
                 "id": read_id(record, default_id),
-                "messages": [_read_entry(e, f"history[{i}]") for i, e in enumerate(history)],
+                "messages": read_messages(history, "history"),
                 "tools": read_tools(record),
                 "metadata": metadata,
             }
         )
 
 
-def _read_entry(entry: Any, field: str) -> dict[str, Any]:
+def _as_openai(entry: Any, field: str) -> Any:
+    """A history entry as an OpenAI message; what is no object is left for its reader to refuse."""
     if not isinstance(entry, dict):
-        raise RecordError(field, f"expected an object, found {shown(entry)}", "write a message")
+        return entry
     entry = dict(entry)
-    for key in ("tool_calls", "tool_call_ids"):
-        if isinstance(entry.get(key), str):
-            entry[key] = parse_python_literal(entry[key], f"{field}.{key}")
-    if entry.get("role") == "tool" and entry.get("tool_call_id") is None:
-        entry["tool_call_id"] = _answered_call(entry.get("tool_call_ids"), field)
-    if entry.get("role") == "assistant":
-        if not entry.get("content"):
-            entry["content"] = read_text(entry.get("thought"), f"{field}.thought")
-        if not entry.get("reasoning_content"):
-            entry["reasoning_content"] = _thinking(entry.get("thinking_blocks"), field)
-    return read_message(entry, field)
+    try:
+        for key in ("tool_calls", "tool_call_ids"):
+            if isinstance(entry.get(key), str):
+                entry[key] = parse_python_literal(entry[key], key)
+        if entry.get("role") == "tool" and entry.get("tool_call_id") is None:
+            entry["tool_call_id"] = _answered_call(entry.get("tool_call_ids"))
+        if entry.get("role") == "assistant":
+            entry["content"] = entry.get("content") or read_text(entry, "thought")
+            if entry.get("reasoning_content") is None:
+                entry["reasoning_content"] = _thinking(entry.get("thinking_blocks"))
+    except RecordError as error:
+        raise error.inside(field) from None
+    return entry
 
 
-def _answered_call(ids: Any, field: str) -> Any:
+def _answered_call(ids: Any) -> Any:
     if ids is None or ids == []:
         return None
     if isinstance(ids, list) and len(ids) == 1:
         return ids[0]
     raise RecordError(
-        f"{field}.tool_call_ids",
+        "tool_call_ids",
         f"expected a list of one id, found {shown(ids)}",
         "write one message per answered call",
     )
 
 
-def _thinking(blocks: Any, field: str) -> str | None:
+def _thinking(blocks: Any) -> str | None:
+    if blocks is None:
+        return None
     if not isinstance(blocks, list):
-        return read_text(blocks, f"{field}.thinking_blocks")
+        raise RecordError(
+            "thinking_blocks", f"expected a list, found {shown(blocks)}", "write a list of blocks"
+        )
     text = [block.get("thinking") for block in blocks if isinstance(block, dict)]
     return "".join(part for part in text if isinstance(part, str)) or None

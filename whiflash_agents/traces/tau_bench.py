@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .openai import read_messages, read_tools, required
+from .openai import read_messages, required
 from .schema import Trace
+from .tool_schemas import read_tools
 
 _METADATA = ("task_id", "trial", "reward")
 
