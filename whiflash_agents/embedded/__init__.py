@@ -1,1 +1,2 @@
-"""Files of the embedded default model: chat and response templates."""
+"""The embedded default model: where it comes from, how it gets onto this machine, and the chat and
+response templates that go with it."""

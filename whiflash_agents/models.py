@@ -1,0 +1,134 @@
+"""Find models: the embedded default, a local folder, or a name on the Hugging Face hub.
+
+`resolve_model` turns what the user wrote into a folder that the engine loads, with the chat and
+response templates to use where the folder's own are not the right ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from whiflash_agents.engine.errors import ModelNotFoundError
+
+_WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model on disk. `name` is what output rows show; a template that is None means the
+    tokenizer's own."""
+
+    path: Path
+    name: str
+    chat_template: str | None = None
+    response_template: dict[str, Any] | None = None
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for this program; `WHIFLASH_CACHE` overrides the platform's place."""
+    override = os.environ.get("WHIFLASH_CACHE")
+    if override:
+        return Path(override).expanduser()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("whiflash-agents"))
+
+
+def resolve_model(name: str | None = None) -> ModelFiles:
+    """Find the model `name`; None, or the default's own name, is the embedded default.
+
+    The default is downloaded and converted on first use. An existing local folder wins over a hub
+    name; what looks like a path (`./x`, `/x`, `~/x`) is never looked up on the hub.
+
+    Raises:
+        ModelNotFoundError: nothing usable under that name; the text says what was tried and what
+            to do.
+    """
+    if name is None:
+        return _embedded()
+    if not name.strip():
+        raise ModelNotFoundError(
+            "the model's name is empty: give a folder, a hub name (owner/name), or nothing for "
+            "the embedded default"
+        )
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _local(path)
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{name} is a file; expected the folder that holds config.json, the weights "
+            "(*.safetensors) and the tokenizer"
+        )
+    if name == _default_name():
+        return _embedded()
+    if name.startswith((".", "/", "~", os.sep)) or name.count("/") > 1 or "\\" in name:
+        raise ModelNotFoundError(f"there is no folder {name}")
+    return _from_hub(name)
+
+
+def embedded_template(file: str) -> str:
+    """The text of one of the templates shipped in `whiflash_agents/embedded/`."""
+    return (resources.files("whiflash_agents.embedded") / file).read_text(encoding="utf-8")
+
+
+def _default_name() -> str:
+    from .embedded import default_target
+
+    return default_target.NAME
+
+
+def _embedded() -> ModelFiles:
+    from .embedded import default_target
+
+    return ModelFiles(
+        path=default_target.install(cache_dir()),
+        name=default_target.NAME,
+        chat_template=embedded_template("chat_template.jinja"),
+        response_template=json.loads(embedded_template("response_template.json")),
+    )
+
+
+def _local(path: Path) -> ModelFiles:
+    missing = []
+    if not (path / "config.json").is_file():
+        missing.append("config.json")
+    if not any(any(path.glob(pattern)) for pattern in _WEIGHT_PATTERNS):
+        missing.append("weights (model*.safetensors)")
+    if not any(path.glob("tokenizer*")) and not (path / "vocab.json").is_file():
+        missing.append("a tokenizer (tokenizer.json)")
+    if missing:
+        raise ModelNotFoundError(
+            f"{path} is not a complete model folder: {', '.join(missing)} not found in it. Save "
+            "model and tokenizer with save_pretrained, or download the whole repository"
+        )
+    resolved = path.resolve()
+    if resolved.parent == (cache_dir() / "models").resolve() and (path / "manifest.json").is_file():
+        return _embedded()  # the default named by its folder still needs its templates
+    return ModelFiles(path=path, name=resolved.name)
+
+
+def _from_hub(name: str) -> ModelFiles:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        path = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+    except HFValidationError as error:
+        raise ModelNotFoundError(
+            f"{name!r} is neither a folder here nor a valid hub name (owner/name): {error}"
+        ) from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelNotFoundError(
+            f"there is no folder {name!r}, and the Hugging Face hub did not deliver such a "
+            f"model: {reason[0] if reason else type(error).__name__}. Check the name and the "
+            "network; a gated model needs a token (hf auth login)"
+        ) from error
+    files = _local(path)
+    return ModelFiles(path=files.path, name=name)
