@@ -1,0 +1,500 @@
+"""The routed drafting loop. A step runs one round for every running sequence:
+
+1. the last forward left each sequence a bonus token and what the target knew there;
+2. the router picks one drafter per sequence, or `none`;
+3. drafters that were chosen catch up on what they missed, and
+4. propose a draft tree per sequence;
+5. the target verifies all trees in one packed forward, beside the next chunks of new prompts;
+6. accepted paths are committed, stops applied, events emitted.
+
+Output depends on the target, the prompt, the sampling parameters and the seed alone: not on the
+drafter, the router, or who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .acceptance import Walk, verify
+from .attention import PackedRow
+from .draft_tree import DraftTree
+from .drafters.base import Drafter, DraftLimit
+from .drafters.registry import make_drafter
+from .errors import ContextLengthError, RequestError, SettingsError, WhiFlashError
+from .request import Event, FinishReason, GenerationResult, Request
+from .routing.base import NONE, Router
+from .routing.static import StaticRouter
+from .sampling import Sampler, logprobs
+from .scheduler import Scheduler
+from .sequence import SequenceState
+from .stopping import StopChecker
+from .target import Target, TargetBatch
+from .telemetry import RoundRecord
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of one engine.
+
+    Attributes:
+        max_running: sequences decoded at once.
+        kv_tokens: KV positions of the arena (running and retained sequences share them); None
+            takes what `max_running` full contexts need, within a quarter of the free memory on a
+            CPU and four fifths of it on a GPU.
+        prefill_chunk: prompt tokens computed per step beside the others' rounds.
+        max_draft_nodes: most drafted tokens verified per sequence and round.
+        prefix_reuse: reuse keys and values of prompts that begin alike.
+    """
+
+    max_running: int = 8
+    kv_tokens: int | None = None
+    prefill_chunk: int = 256
+    max_draft_nodes: int = 64
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "prefill_chunk", "max_draft_nodes"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.kv_tokens is not None and self.kv_tokens < 64:
+            raise SettingsError(f"kv_tokens={self.kv_tokens}: expected at least 64")
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has done so far. Times in seconds."""
+
+    steps: int = 0
+    rounds: int = 0
+    output_tokens: int = 0
+    positions_prefilled: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """What steps 2 to 4 of a round decided for one sequence."""
+
+    tree: DraftTree
+    drafter: str
+    backlog: int = 0
+    catch_up_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Verified:
+    """A sequence that gets new tokens in this step: its tree and where its logits begin."""
+
+    sequence: SequenceState
+    tree: DraftTree
+    first_row: int
+    drafts: _Drafts | None = None  # None: the last chunk of a prompt
+
+
+class WhiFlashEngine:
+    """Continuous batching over one target.
+
+    Args:
+        target: the model.
+        router: a router, or the name of a drafter (or `none`) to use in every round.
+        drafters: drafters by name, for arms that are not built in or need other settings.
+        decode: token ids to text; needed for requests with stop strings only.
+
+    Raises:
+        SettingsError: the router names a drafter that does not exist.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        router: str | Router = NONE,
+        drafters: Mapping[str, Drafter] | None = None,
+        settings: EngineSettings | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.target = target
+        self.settings = settings or EngineSettings()
+        self.router: Router = StaticRouter(router) if isinstance(router, str) else router
+        given = drafters or {}
+        self.drafters: dict[str, Drafter] = {
+            name: given[name] if name in given else make_drafter(name) for name in self.router.arms
+        }
+        self.totals = Totals()
+        self._decode = decode
+        self._cache = target.new_cache(self._kv_positions())
+        self._scheduler = Scheduler(
+            self._cache,
+            max_running=self.settings.max_running,
+            prefill_chunk=self.settings.prefill_chunk,
+            draft_nodes=self.settings.max_draft_nodes if self.drafters else 0,
+            prefix_reuse=self.settings.prefix_reuse,
+        )
+        self._sequences: dict[str, SequenceState] = {}
+        self._arrivals = 0
+        self._subscribers: dict[str, deque[Event]] = {}
+        self._unclaimed: list[Event] = []
+
+    def _kv_positions(self) -> int:
+        if self.settings.kv_tokens is not None:
+            return self.settings.kv_tokens
+        wanted = self.settings.max_running * (
+            self.target.max_context + self.settings.max_draft_nodes
+        )
+        if self.target.device.type == "cuda":
+            memory = int(torch.cuda.mem_get_info(self.target.device)[0] * 0.8)
+        else:
+            memory = _free_memory() // 4
+        return max(64, min(wanted, memory // self.target.bytes_per_position))
+
+    # Asking ----------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ContextLengthError: prompt and `max_tokens` exceed the target's context or the KV cache.
+            RequestError: an id in use, an empty prompt, or parameters that cannot be honoured.
+        """
+        params = request.sampling
+        prompt = list(request.prompt_ids)
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is already in use; ids must be unique")
+        if not prompt:
+            raise RequestError(
+                f"request {request.id!r} has an empty prompt; give it a token or more"
+            )
+        vocab_size = self.target.vocab_size
+        strange = next((t for t in prompt if not 0 <= t < vocab_size), None)
+        if strange is not None:
+            raise RequestError(
+                f"request {request.id!r}: prompt token {strange} is outside the target's "
+                f"vocabulary of {vocab_size}; was it made with another tokenizer?"
+            )
+        if len(prompt) + params.max_tokens > self.target.max_context:
+            raise ContextLengthError(
+                f"request {request.id!r}: {len(prompt)} prompt tokens + max_tokens "
+                f"{params.max_tokens} exceed the target's context of {self.target.max_context}; "
+                "shorten the prompt or lower max_tokens"
+            )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        sequence = SequenceState(
+            request=request,
+            sampler=Sampler(
+                params,
+                vocab_size=vocab_size,
+                prompt_ids=prompt,
+                eos_token_ids=self.target.eos_token_ids,
+                seed=seed,
+                device=self.target.device,
+            ),
+            stop=StopChecker(params, eos_token_ids=self.target.eos_token_ids, decode=self._decode),
+            tokens=prompt,
+            num_prompt=len(prompt),
+            seed=seed,
+            logprobs=[] if params.logprobs or params.top_logprobs else None,
+            arrival=self._arrivals,
+        )
+        self._scheduler.add(sequence)
+        self._arrivals += 1
+        self._sequences[request.id] = sequence
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its tokens so far come with an event of the next step.
+
+        Raises:
+            KeyError: no request of that id waits or runs.
+        """
+        sequence = self._sequences[request_id]
+        self._scheduler.drop(sequence)
+        result = self._result(sequence, "abort", None)
+        self._deliver(Event(request_id, [], result=result))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences) or bool(self._unclaimed)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    def generate(self, requests: Sequence[Request]) -> list[GenerationResult]:
+        """Run `requests` to their ends; results in the order of the requests."""
+        mine: deque[Event] = deque()
+        for request in requests:
+            self.add(request)
+            self._subscribers[request.id] = mine
+        results: dict[str, GenerationResult] = {}
+        try:
+            while len(results) < len(requests):
+                self._run_step()
+                for event in _drain(mine):
+                    if event.result is not None:
+                        results[event.id] = event.result
+        finally:
+            for request in requests:
+                del self._subscribers[request.id]
+        return [results[request.id] for request in requests]
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Run one request and yield its events; closing the iterator early aborts it."""
+        self.add(request)
+        mine: deque[Event] = deque()
+        self._subscribers[request.id] = mine
+        finished = False
+        try:
+            while not finished:
+                if not mine:
+                    self._run_step()
+                for event in _drain(mine):
+                    finished = event.result is not None
+                    yield event
+        finally:
+            del self._subscribers[request.id]
+            if not finished and request.id in self._sequences:
+                self.abort(request.id)
+                self._unclaimed.pop()
+
+    # The step --------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One round for every running sequence; the events of all requests that were `add`ed."""
+        if self._sequences:
+            self._run_step()
+        events, self._unclaimed = self._unclaimed, []
+        return events
+
+    def _run_step(self) -> None:
+        started = time.perf_counter()
+        for sequence in self._scheduler.admit():
+            if sequence.admitted_at is None:
+                sequence.admitted_at = started
+                for drafter in self.drafters.values():
+                    drafter.open(sequence)
+
+        decoding = self._reserve([s for s in self._scheduler.running if s.is_decoding])
+        drafts = self._draft(decoding)
+        batch = TargetBatch()
+        verified = self._pack_prompts(batch)
+        verified += [
+            self._pack_tree(batch, sequence, drafted)
+            for sequence, drafted in zip(decoding, drafts, strict=True)
+        ]
+        if not batch.rows:
+            return
+        before = time.perf_counter()
+        output = self.target.forward(batch, self._cache)
+        forward_seconds = time.perf_counter() - before
+
+        walks = verify(
+            output.logits,
+            [v.tree for v in verified],
+            [v.first_row for v in verified],
+            [v.sequence.sampler for v in verified],
+            [len(v.sequence.tokens) for v in verified],
+        )
+        packed = len(batch.token_ids)
+        records = []
+        for item, walk in zip(verified, walks, strict=True):
+            record = self._commit(item, walk, output.logits)
+            if record is not None:
+                records.append((record, len(item.tree) / packed))
+
+        seconds = time.perf_counter() - started
+        for record, share in records:
+            record.round_seconds = seconds * share
+        self.totals.steps += 1
+        self.totals.rounds += len(records)
+        self.totals.step_seconds += seconds
+        self.totals.forward_seconds += forward_seconds
+        self.totals.preemptions = self._scheduler.num_preemptions
+
+    def _reserve(self, decoding: list[SequenceState]) -> list[SequenceState]:
+        """Room for this round's rows; what remains after preemptions."""
+        nodes = self._scheduler.draft_nodes
+        for sequence in decoding:
+            self._scheduler.reserve(sequence, sequence.num_cached + 1 + nodes)
+        return [s for s in decoding if s.extent is not None]
+
+    def _draft(self, decoding: list[SequenceState]) -> list[_Drafts]:
+        """Steps 2 to 4: route, catch up, draft; one batched call per drafter that was chosen."""
+        arms = self.router.route(decoding) if decoding else []
+        drafts = [
+            _Drafts(DraftTree(s.tokens[-1]), arm) for s, arm in zip(decoding, arms, strict=True)
+        ]
+        for name, drafter in self.drafters.items():
+            chosen = [i for i, arm in enumerate(arms) if arm == name]
+            if not chosen:
+                continue
+            sequences = [decoding[i] for i in chosen]
+            limits = [
+                DraftLimit(depth=s.num_remaining - 1, nodes=self.settings.max_draft_nodes)
+                for s in sequences
+            ]
+            backlogs = [drafter.backlog(s) for s in sequences]
+            started = time.perf_counter()
+            drafter.catch_up(sequences)
+            caught_up = time.perf_counter()
+            trees = drafter.draft(sequences, limits)
+            ended = time.perf_counter()
+            self.totals.draft_seconds += ended - started
+            for i, tree, backlog in zip(chosen, trees, backlogs, strict=True):
+                self._check_tree(name, tree, decoding[i])
+                drafts[i].tree = tree
+                drafts[i].backlog = backlog
+                drafts[i].catch_up_seconds = (caught_up - started) / len(chosen)
+                drafts[i].draft_seconds = (ended - caught_up) / len(chosen)
+        return drafts
+
+    def _check_tree(self, drafter: str, tree: DraftTree, sequence: SequenceState) -> None:
+        # A larger tree would be written into the next sequence's part of the arena.
+        most = self.settings.max_draft_nodes
+        if tree.num_drafted > most or max(tree.depths) >= sequence.num_remaining:
+            raise WhiFlashError(
+                f"drafter {drafter!r} proposed {tree.num_drafted} nodes of depth "
+                f"{max(tree.depths)} for request {sequence.id!r}; its limit was {most} nodes of depth "
+                f"{sequence.num_remaining - 1}"
+            )
+        if tree.tokens[0] != sequence.tokens[-1]:
+            raise WhiFlashError(
+                f"drafter {drafter!r} rooted its tree at token {tree.tokens[0]}, the last token of "
+                f"request {sequence.id!r} is {sequence.tokens[-1]}"
+            )
+
+    def _pack_prompts(self, batch: TargetBatch) -> list[_Verified]:
+        """Add the next chunks of prompts; those that end in this step yield their first token."""
+        ending = []
+        for sequence, count in self._scheduler.prefill_chunks():
+            assert sequence.extent is not None
+            start = sequence.num_cached
+            last = count == sequence.num_pending
+            first_row = batch.add(
+                PackedRow(sequence.extent.start, start, count),
+                sequence.tokens[start : start + count],
+                range(start, start + count),
+                logits_from=count - 1 if last else None,
+            )
+            self.totals.positions_prefilled += count
+            if last:
+                sequence.num_cached += count - 1  # the root is counted when it is committed
+                ending.append(_Verified(sequence, DraftTree(sequence.tokens[-1]), first_row))
+            else:
+                sequence.num_cached += count
+        return ending
+
+    def _pack_tree(self, batch: TargetBatch, sequence: SequenceState, drafts: _Drafts) -> _Verified:
+        assert sequence.extent is not None
+        tree, past = drafts.tree, sequence.num_cached
+        positions = [past + depth for depth in tree.depths]
+        row = PackedRow(sequence.extent.start, past, len(tree))
+        if not tree.is_chain:
+            row.tree = tree.visibility()
+            row.positions = torch.tensor(positions)
+        first_row = batch.add(row, tree.tokens, positions, logits_from=0)
+        return _Verified(sequence, tree, first_row, drafts)
+
+    def _commit(self, item: _Verified, walk: Walk, logits: torch.Tensor) -> RoundRecord | None:
+        """Step 6 for one sequence; returns the round's record (None for a prompt's own token)."""
+        sequence, tree = item.sequence, item.tree
+        assert sequence.extent is not None
+        position = sequence.num_output
+        outcome = sequence.stop.check(walk.tokens)
+        kept = walk.tokens[: outcome.kept]
+        finish_reason, error = outcome.finish_reason, None
+        if walk.problem is not None and finish_reason is None:
+            finish_reason, error = "error", walk.problem
+        self._cache.commit(sequence.extent, sequence.num_cached, walk.path)
+        sequence.tokens.extend(kept)
+        # Every token but the last has its keys and values; what a stop cut off is forgotten.
+        sequence.num_cached = len(sequence.tokens) - 1
+        self.totals.output_tokens += len(kept)
+        if sequence.logprobs is not None:
+            rows = [item.first_row + node for node in walk.path[: len(kept)]]
+            n = sequence.request.sampling.top_logprobs
+            sequence.logprobs.extend(logprobs(logits[rows], kept, n))
+        if outcome.text is not None:
+            sequence.text += outcome.text
+
+        record = None
+        if item.drafts is not None:
+            drafts = item.drafts
+            record = RoundRecord(
+                position=position,
+                drafter=drafts.drafter,
+                drafted=tree.num_drafted,
+                accepted=min(len(walk.path) - 1, len(kept)),
+                emitted=len(kept),
+                backlog=drafts.backlog,
+                catch_up_seconds=drafts.catch_up_seconds,
+                draft_seconds=drafts.draft_seconds,
+                switched=sequence.last_drafter not in ("", drafts.drafter),
+            )
+            sequence.last_drafter = drafts.drafter
+            sequence.stats.rounds.append(record)
+
+        result = None
+        if finish_reason is not None:
+            self._scheduler.finish(sequence)
+            result = self._result(sequence, finish_reason, outcome.stop_reason, error)
+        self._deliver(Event(sequence.id, kept, outcome.text, result))
+        return record
+
+    def _result(
+        self,
+        sequence: SequenceState,
+        finish_reason: FinishReason,
+        stop_reason: int | str | None,
+        error: str | None = None,
+    ) -> GenerationResult:
+        del self._sequences[sequence.id]
+        if sequence.admitted_at is not None:
+            for drafter in self.drafters.values():
+                drafter.close(sequence)
+        started = sequence.admitted_at
+        return GenerationResult(
+            id=sequence.id,
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.cached_tokens,
+            token_ids=sequence.output_ids,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            text=sequence.text if sequence.request.sampling.stop else None,
+            logprobs=sequence.logprobs,
+            seed=sequence.seed,
+            stats=sequence.stats,
+            seconds=0.0 if started is None else time.perf_counter() - started,
+            error=error,
+        )
+
+    def _deliver(self, event: Event) -> None:
+        queue = self._subscribers.get(event.id)
+        (self._unclaimed if queue is None else queue).append(event)
+
+
+def _drain(queue: deque[Event]) -> Iterator[Event]:
+    while queue:
+        yield queue.popleft()
+
+
+def _free_memory() -> int:
+    """Free physical memory in bytes; 8 GiB where the system does not tell."""
+    import os
+
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30

@@ -1,0 +1,166 @@
+"""The target's KV cache: one preallocated arena of positions, shared by all sequences.
+
+A sequence owns an `Extent`, a contiguous range of positions, so that attention reads a plain view
+of the arena: nothing is gathered, padded or copied per round. Rolling back is a length change kept
+by the sequence; an accepted tree path is compacted in place (`commit`); a prefix computed for one
+sequence is copied to another (`copy`), all layers in one operation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+GRANULE = 64  # extents are multiples of this many positions, so that growing is rare
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A range of arena positions: `[start, start + capacity)`. Moves only by `defragment`."""
+
+    start: int
+    capacity: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.capacity
+
+
+class KVCache:
+    """Keys and values of every layer for `positions` token positions.
+
+    Attributes:
+        keys, values: one tensor per layer, each `[kv_heads, positions, head_dim]`, views of a
+            single allocation `[layers, kv_heads, positions, head_dim]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        positions -= positions % GRANULE
+        shape = (layers, kv_heads, positions, head_dim)
+        # `empty` leaves pages of a CPU arena uncommitted until they are written, and no position is
+        # ever read before it was written, so nothing needs to be zeroed.
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys = list(self._keys.unbind(0))
+        self.values = list(self._values.unbind(0))
+        self.positions = positions
+        self._extents: list[Extent] = []  # sorted by start
+
+    @staticmethod
+    def bytes_per_position(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+
+    # Space -----------------------------------------------------------------------------------
+
+    @property
+    def free_positions(self) -> int:
+        return self.positions - sum(e.capacity for e in self._extents)
+
+    def allocate(self, positions: int) -> Extent | None:
+        """Reserve at least `positions`; None when no gap is wide enough (first fit)."""
+        capacity = _round_up(positions)
+        cursor = 0
+        for extent in self._extents:
+            if extent.start - cursor >= capacity:
+                break
+            cursor = extent.end
+        else:
+            if cursor + capacity > self.positions:
+                return None
+        extent = Extent(cursor, capacity)
+        insort(self._extents, extent, key=lambda e: e.start)
+        return extent
+
+    def grow(self, extent: Extent, positions: int) -> bool:
+        """Widen `extent` in place to at least `positions`; False if its neighbour is in the way."""
+        capacity = _round_up(positions)
+        if capacity <= extent.capacity:
+            return True
+        index = self._index(extent)
+        limit = self._extents[index + 1].start if index + 1 < len(self._extents) else self.positions
+        if extent.start + capacity > limit:
+            return False
+        extent.capacity = capacity
+        return True
+
+    def free(self, extent: Extent) -> None:
+        del self._extents[self._index(extent)]
+
+    def defragment(self, lengths: dict[int, int], *, last: Extent | None = None) -> None:
+        """Pack all extents to the front, so that the free positions form one gap behind them.
+
+        `lengths[id(extent)]` is how many of an extent's positions hold data worth moving. `last`
+        is put behind the others, so that it can grow into the gap.
+        """
+        parked = None
+        if last is not None:
+            n = lengths.get(id(last), 0)
+            parked = [a.narrow(2, last.start, n).clone() for a in (self._keys, self._values)]
+            self.free(last)
+        cursor = 0
+        for extent in self._extents:
+            if extent.start != cursor:
+                self._move(extent.start, cursor, lengths.get(id(extent), 0))
+                extent.start = cursor
+            cursor = extent.end
+        if last is not None and parked is not None:
+            last.start = cursor
+            self._extents.append(last)
+            for arena, part in zip((self._keys, self._values), parked, strict=True):
+                arena.narrow(2, cursor, part.shape[2]).copy_(part)
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        # Chunks no longer than the distance never overlap their own source.
+        step = source - target
+        for offset in range(0, count, step):
+            n = min(step, count - offset)
+            for arena in (self._keys, self._values):
+                part = arena.narrow(2, source + offset, n)
+                arena.narrow(2, target + offset, n).copy_(part)
+
+    def _index(self, extent: Extent) -> int:
+        index = bisect_left(self._extents, extent.start, key=lambda e: e.start)
+        if index == len(self._extents) or self._extents[index] is not extent:
+            raise KeyError(f"extent at position {extent.start} is not allocated")
+        return index
+
+    # Data ------------------------------------------------------------------------------------
+
+    def copy(self, source: Extent, target: Extent, start: int, end: int) -> None:
+        """Copy positions `[start, end)` of `source` to the same positions of `target`."""
+        if end > start:
+            for arena in (self._keys, self._values):
+                part = arena.narrow(2, source.start + start, end - start)
+                arena.narrow(2, target.start + start, end - start).copy_(part)
+
+    def commit(self, extent: Extent, length: int, path: Sequence[int]) -> None:
+        """Keep an accepted tree path: row `length + path[i]` becomes row `length + i`.
+
+        `length` is the number of committed positions before the tree, `path` the accepted nodes
+        from the root, so `path[0] == 0`. A path that is already contiguous costs nothing.
+        """
+        first = next((i for i, node in enumerate(path) if node != i), len(path))
+        moved = path[first:]
+        if not moved:
+            return
+        base = extent.start + length
+        rows = torch.tensor([base + node for node in moved], device=self._keys.device)
+        for arena in (self._keys, self._values):
+            # index_select copies first: sources may lie among the targets.
+            arena.narrow(2, base + first, len(moved)).copy_(arena.index_select(2, rows))
+
+
+def _round_up(positions: int) -> int:
+    return -(-positions // GRANULE) * GRANULE

@@ -1,0 +1,291 @@
+"""Which sequences run, and on which part of the KV arena.
+
+Admission is first come, first served under a budget of arena positions. A prompt whose beginning
+was computed before reuses those keys and values: in place when a finished sequence left them
+behind, by a copy otherwise; and it waits when a running sequence is just about to compute them, so
+that every distinct position is prefilled once. Long prompts are prefilled in chunks beside the
+rounds of the others. When the arena is full, finished prefixes are dropped first, then the youngest
+running sequence is preempted: it waits at the front and resumes with what it generated so far.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from .errors import ContextLengthError
+from .kv_cache import Extent, KVCache
+from .sequence import SequenceState, common_prefix_length
+
+_RESERVE = 128  # output positions reserved at admission; more are claimed as the output grows
+_LOOK_AHEAD = 16  # waiting sequences considered when the first ones wait for a prefix
+_WORTH_WAITING = 16  # shared positions for which a prompt waits until another has computed them
+_MAX_RETAINED = 64  # finished prefixes kept; the arena's size usually binds first
+
+
+@dataclass(slots=True, eq=False)
+class Retained:
+    """Keys and values that a finished sequence left behind: `tokens[i]` is at position i."""
+
+    tokens: list[int]
+    extent: Extent
+
+
+@dataclass(slots=True)
+class Source:
+    """The best place to take a prompt's beginning from."""
+
+    length: int = 0
+    running: SequenceState | None = None
+    retained: Retained | None = None
+
+
+class Scheduler:
+    """Waiting, running and retained sequences over one `KVCache`.
+
+    Args:
+        max_running: sequences that run at once.
+        prefill_chunk: prompt tokens per step, all sequences together.
+        draft_nodes: drafted tokens that a round may write behind the committed ones.
+        prefix_reuse: off computes every prompt from its first token.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_running: int,
+        prefill_chunk: int,
+        draft_nodes: int,
+        prefix_reuse: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.max_running = max_running
+        self.prefill_chunk = prefill_chunk
+        self.draft_nodes = draft_nodes
+        self.prefix_reuse = prefix_reuse
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+        self.num_preemptions = 0
+        self._retained: list[Retained] = []  # least recently used first
+        self._awaits: dict[str, tuple[SequenceState, int]] = {}
+
+    # In and out ------------------------------------------------------------------------------
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ContextLengthError: it could not run even alone.
+        """
+        most = sequence.num_prompt + sequence.request.sampling.max_tokens + self.draft_nodes
+        if most > self.cache.positions:
+            raise ContextLengthError(
+                f"request {sequence.id!r} needs up to {most} KV positions ({sequence.num_prompt} "
+                f"prompt + {sequence.request.sampling.max_tokens} max_tokens + {self.draft_nodes} "
+                f"drafts), the KV cache has {self.cache.positions}; lower max_tokens or raise "
+                "kv_tokens"
+            )
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: SequenceState) -> None:
+        """A running sequence ended: keep what it computed for prompts that begin alike."""
+        self.running.remove(sequence)
+        assert sequence.extent is not None
+        if self.prefix_reuse:
+            kept = sequence.tokens[: sequence.num_cached]
+            self._retained.append(Retained(kept, sequence.extent))
+            if len(self._retained) > _MAX_RETAINED:
+                self._evict()
+        else:
+            self.cache.free(sequence.extent)
+        sequence.extent = None
+
+    def drop(self, sequence: SequenceState) -> None:
+        """Forget a sequence that waits or runs (abort)."""
+        if sequence in self.running:
+            self.finish(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self._awaits.pop(sequence.id, None)
+
+    # Admission -------------------------------------------------------------------------------
+
+    def admit(self) -> list[SequenceState]:
+        """Start waiting sequences while there is room; returns those that started."""
+        admitted = []
+        index = 0
+        while len(self.running) < self.max_running and index < min(len(self.waiting), _LOOK_AHEAD):
+            sequence = self.waiting[index]
+            if self._must_wait(sequence):
+                index += 1
+                continue
+            source = self._find_source(sequence)
+            if source is None:
+                index += 1
+                continue
+            if not self._place(sequence, source):
+                break  # no room: later, smaller ones must not starve it
+            del self.waiting[index]
+            self.running.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def _must_wait(self, sequence: SequenceState) -> bool:
+        if sequence.id not in self._awaits:
+            return False
+        other, until = self._awaits[sequence.id]
+        if other.extent is not None and other.num_cached < until and other in self.running:
+            return True
+        del self._awaits[sequence.id]
+        return False
+
+    def _find_source(self, sequence: SequenceState) -> Source | None:
+        """Where the prompt's beginning can be taken from; None when waiting for one pays."""
+        best = Source()
+        if not self.prefix_reuse:
+            return best
+        limit = len(sequence.tokens) - 1  # the last token is always computed: it yields the logits
+        for retained in reversed(self._retained):
+            length = common_prefix_length(sequence.tokens, retained.tokens, limit)
+            if length > best.length:
+                best = Source(length, retained=retained)
+            if length == limit:
+                return best
+        coming, coming_from = 0, None
+        for other in self.running:
+            shared = common_prefix_length(sequence.tokens, other.tokens, limit)
+            ready = min(shared, other.num_cached)
+            if ready > best.length:
+                best = Source(ready, running=other)
+            if shared > coming and other.num_pending > 1:
+                coming, coming_from = shared, other
+        if coming_from is not None and coming - best.length >= _WORTH_WAITING:
+            self._awaits[sequence.id] = (coming_from, coming)
+            return None
+        return best
+
+    def _place(self, sequence: SequenceState, source: Source) -> bool:
+        """Give the sequence an extent that begins with the source's keys and values."""
+        wanted = len(sequence.tokens) + self.draft_nodes + min(sequence.num_remaining, _RESERVE)
+        retained = source.retained
+        # Cropping a retained prefix loses its tail, which another prompt may want: take it over
+        # only where most of it is used, or where there is no room for a copy.
+        if retained is not None and source.length * 2 >= len(retained.tokens):
+            return self._take_over(sequence, retained, source.length, wanted)
+        extent = self._allocate(wanted, keep=retained)
+        if extent is None:
+            if retained is not None:
+                return self._take_over(sequence, retained, source.length, wanted)
+            return False
+        origin = retained.extent if retained is not None else None
+        if source.running is not None:
+            origin = source.running.extent
+        if origin is not None:
+            self.cache.copy(origin, extent, 0, source.length)
+        if retained is not None:
+            self._touch(retained)
+        self._start(sequence, extent, source.length)
+        return True
+
+    def _take_over(
+        self, sequence: SequenceState, retained: Retained, length: int, wanted: int
+    ) -> bool:
+        self._retained.remove(retained)
+        extent = self._widen(retained.extent, length, wanted)
+        if extent is None:
+            self._retained.append(retained)
+            return False
+        self._start(sequence, extent, length)
+        return True
+
+    def _start(self, sequence: SequenceState, extent: Extent, reused: int) -> None:
+        sequence.extent = extent
+        sequence.num_cached = reused
+        if sequence.num_output == 0:
+            sequence.cached_tokens = reused
+
+    # Space -----------------------------------------------------------------------------------
+
+    def reserve(self, sequence: SequenceState, positions: int) -> None:
+        """Make `positions` fit into the extent of a running sequence, preempting if it must.
+
+        The youngest sequence is preempted first; that may be `sequence` itself, whose `extent` is
+        None afterwards.
+        """
+        while sequence.extent is not None:
+            extent = self._widen(sequence.extent, sequence.num_cached, positions)
+            if extent is not None:
+                sequence.extent = extent
+                return
+            self._preempt(max(self.running, key=lambda s: s.arrival))
+
+    def _preempt(self, victim: SequenceState) -> None:
+        self.running.remove(victim)
+        assert victim.extent is not None
+        self.cache.free(victim.extent)
+        victim.extent = None
+        victim.num_cached = 0
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _widen(self, extent: Extent, used: int, positions: int) -> Extent | None:
+        """`extent` with room for `positions`, moved if it must be; None when nothing helps."""
+        while not self.cache.grow(extent, positions):
+            wider = self.cache.allocate(positions)
+            if wider is not None:
+                self.cache.copy(extent, wider, 0, used)
+                self.cache.free(extent)
+                return wider
+            if not self._evict():
+                break
+        else:
+            return extent
+        if self.cache.free_positions + extent.capacity < positions:
+            return None
+        self._defragment(last=extent, used=used)
+        return extent if self.cache.grow(extent, positions) else None
+
+    def _allocate(self, positions: int, *, keep: Retained | None) -> Extent | None:
+        """A new extent, dropping retained prefixes (but `keep`) until it fits."""
+        while (extent := self.cache.allocate(positions)) is None and self._evict(keep):
+            pass
+        if extent is None and self.cache.free_positions >= positions:
+            self._defragment()
+            extent = self.cache.allocate(positions)
+        return extent
+
+    def _evict(self, keep: Retained | None = None) -> bool:
+        """Drop the least recently used retained prefix; False when there is none."""
+        victim = next((r for r in self._retained if r is not keep), None)
+        if victim is None:
+            return False
+        self._retained.remove(victim)
+        self.cache.free(victim.extent)
+        return True
+
+    def _defragment(self, *, last: Extent | None = None, used: int = 0) -> None:
+        lengths = {id(s.extent): s.num_cached for s in self.running if s.extent is not None}
+        lengths |= {id(r.extent): len(r.tokens) for r in self._retained}
+        if last is not None:
+            lengths[id(last)] = used
+        self.cache.defragment(lengths, last=last)
+
+    def _touch(self, retained: Retained) -> None:
+        self._retained.remove(retained)
+        self._retained.append(retained)
+
+    # The step --------------------------------------------------------------------------------
+
+    def prefill_chunks(self) -> list[tuple[SequenceState, int]]:
+        """Prompt tokens to compute in this step: (sequence, count), oldest sequences first."""
+        budget = self.prefill_chunk
+        chunks = []
+        for sequence in self.running:
+            if budget == 0:
+                break
+            if not sequence.is_decoding:
+                count = min(sequence.num_pending, budget)
+                chunks.append((sequence, count))
+                budget -= count
+        return chunks

@@ -1,0 +1,82 @@
+"""The live state of one sequence: its tokens, how far its KV cache reaches, how it is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .kv_cache import Extent
+from .request import Request, TokenLogprob
+from .sampling import Sampler
+from .stopping import StopChecker
+from .telemetry import SpeculationStats
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One request while it runs.
+
+    Attributes:
+        tokens: prompt and output.
+        num_cached: tokens whose keys and values are in the extent. In decoding it is one less than
+            `len(tokens)`: the bonus token of the last round enters with the next forward.
+        extent: its share of the arena; None while it waits.
+        last_drafter: who drafted its last round, to tell switches.
+    """
+
+    request: Request
+    sampler: Sampler
+    stop: StopChecker
+    tokens: list[int]
+    num_prompt: int
+    seed: int
+    num_cached: int = 0
+    extent: Extent | None = None
+    cached_tokens: int = 0
+    last_drafter: str = ""
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    logprobs: list[TokenLogprob] | None = None
+    text: str = ""
+    admitted_at: float | None = None
+    arrival: int = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are not in the KV cache yet; 1 while decoding."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_pending == 1 and self.num_output > 0
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.sampling.max_tokens - self.num_output
+
+
+def common_prefix_length(a: Sequence[int], b: Sequence[int], limit: int | None = None) -> int:
+    """Length of the longest common beginning, by comparing slices (at C speed) in a bisection."""
+    high = min(len(a), len(b)) if limit is None else min(len(a), len(b), limit)
+    if a[:high] == b[:high]:
+        return high
+    low = 0  # a[:low] == b[:low] and a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

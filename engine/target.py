@@ -1,0 +1,291 @@
+"""The target model behind one call: packed tokens in, logits and features out.
+
+Any Hugging Face causal LM whose attention goes through transformers' attention registry can be a
+target: its own modules run unchanged, only attention is ours, over the KV arena. What cannot be
+rolled back (recurrent state), or whose layers ask for arithmetic that `attention.py` does not
+implement, is refused by name; and every target proves itself at load: the packed, cached forward
+must reproduce its plain forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import NAME, AttentionPlan, LayerShape, PackedRow, Probe, attend
+from .errors import ModelNotFoundError, UnsupportedTargetError
+from .kv_cache import KVCache
+
+# Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
+_CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(slots=True)
+class TargetBatch:
+    """The new tokens of one forward, packed in the order of `rows`.
+
+    Attributes:
+        token_ids, positions: of every packed token.
+        rows: one per sequence.
+        logit_rows: packed indices whose logits are wanted, ascending.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    rows: list[PackedRow] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+
+    def add(
+        self,
+        row: PackedRow,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        *,
+        logits_from: int | None,
+    ) -> int:
+        """Append one sequence's tokens; logits are wanted from its `logits_from`-th on.
+
+        Returns:
+            the row of the returned logits that belongs to that token (meaningless without one).
+        """
+        first_logits = len(self.logit_rows)
+        if logits_from is not None:
+            base = len(self.token_ids)
+            self.logit_rows.extend(range(base + logits_from, base + len(token_ids)))
+        self.token_ids.extend(token_ids)
+        self.positions.extend(positions)
+        self.rows.append(row)
+        return first_logits
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What one forward yields.
+
+    Attributes:
+        logits: `[logit_rows, vocab]`.
+        hidden: `[logit_rows, hidden]`, the vectors that entered `lm_head`.
+        features: per captured layer index, `[tokens, hidden]` for all packed tokens.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    features: dict[int, Tensor]
+
+
+class Target:
+    """A causal LM with its KV shape, limits and stop tokens.
+
+    Attributes:
+        capture_layers: hidden states to return, in Hugging Face indexing (0 is the embedding
+            output, i the output of layer i - 1). Only these are kept during a forward.
+    """
+
+    def __init__(
+        self, model: Any, *, name: str = "target", eos_token_ids: Sequence[int] | None = None
+    ) -> None:
+        """Take over `model` (a transformers causal LM on its device, in its dtype).
+
+        Raises:
+            UnsupportedTargetError: see the module's docstring.
+        """
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.name = name
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.vocab_size: int = self.config.vocab_size
+        self.eos_token_ids = tuple(
+            _eos_token_ids(model) if eos_token_ids is None else eos_token_ids
+        )
+        self.capture_layers: tuple[int, ...] = ()
+        self._hidden: Tensor | None = None
+
+        self._refuse_uncroppable()
+        self.max_context: int = self.config.max_position_embeddings
+        reference_ids = torch.arange(1, 13, device=self.device)[None] % self.vocab_size
+        with torch.inference_mode():
+            reference = model(input_ids=reference_ids, use_cache=False).logits[0].float()
+        _register_attention()
+        model.set_attn_implementation(NAME)
+        self.kv_shape = self._probe()
+        self.num_layers: int = self.config.num_hidden_layers
+        model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
+        self._check_against(reference_ids[0].tolist(), reference)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, device: str = "cpu", dtype: str = "bfloat16", name: str = ""
+    ) -> Target:
+        """Load a local Hugging Face folder or a hub name. No code of the checkpoint is executed.
+
+        Raises:
+            ModelNotFoundError: there is no such model, or it cannot be read.
+            UnsupportedTargetError: the engine cannot drive it.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=getattr(torch, dtype), trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"target {str(path)!r} cannot be loaded: {error}. Give a folder with config.json "
+                "and safetensors, or the name of a model that transformers supports"
+            ) from error
+        return cls(model.to(device), name=name or Path(path).name)
+
+    # Running ---------------------------------------------------------------------------------
+
+    def new_cache(self, positions: int) -> KVCache:
+        """A KV arena of `positions` for this target, on its device."""
+        return KVCache(
+            layers=self.num_layers,
+            kv_heads=self.kv_shape.kv_heads,
+            head_dim=self.kv_shape.key_dim,
+            positions=positions,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def bytes_per_position(self) -> int:
+        """KV bytes of one token position, all layers."""
+        return KVCache.bytes_per_position(
+            self.num_layers, self.kv_shape.kv_heads, self.kv_shape.key_dim, self.dtype
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: TargetBatch, cache: KVCache) -> TargetOutput:
+        """One forward over the packed tokens; their keys and values are written to `cache`."""
+        targets = None
+        if len(batch.rows) > 1:
+            where: list[int] = []
+            for row in batch.rows:
+                where.extend(range(row.start + row.past, row.start + row.length))
+            targets = torch.tensor(where, device=self.device)
+        keep: int | Tensor = torch.tensor(batch.logit_rows, dtype=torch.long, device=self.device)
+        if len(batch.logit_rows) == len(batch.token_ids):
+            keep = 0  # all rows, without a gather
+        kwargs: dict[str, Any] = {}
+        if self.capture_layers:
+            kwargs["output_hidden_states"] = list(self.capture_layers)
+        output = self.model(
+            input_ids=torch.tensor([batch.token_ids], device=self.device),
+            position_ids=torch.tensor([batch.positions], device=self.device),
+            use_cache=False,
+            logits_to_keep=keep,
+            whiflash=AttentionPlan(cache, batch.rows, targets),
+            **kwargs,
+        )
+        features = {}
+        if self.capture_layers:
+            states = output.hidden_states
+            features = {i: s[0] for i, s in zip(self.capture_layers, states, strict=True)}
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None  # the hook ran: `_check_against` would have failed at load
+        return TargetOutput(output.logits[0], hidden[0], features)
+
+    def _keep_hidden(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._hidden = inputs[0]
+
+    # Refusing --------------------------------------------------------------------------------
+
+    def _refuse_uncroppable(self) -> None:
+        architecture = type(self.model).__name__
+        if getattr(self.model, "_is_stateful", False):
+            raise UnsupportedTargetError(
+                f"{architecture} keeps recurrent state, which cannot be rolled back when a draft "
+                "is rejected; use a target with attention layers only"
+            )
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if strange := sorted(kinds - _CROPPABLE_LAYERS):
+            raise UnsupportedTargetError(
+                f"{architecture} has layers of kind {', '.join(strange)}, whose cache cannot be "
+                f"rolled back by length; supported: {', '.join(sorted(_CROPPABLE_LAYERS))}"
+            )
+        if self.config.is_encoder_decoder:
+            raise UnsupportedTargetError(
+                f"{architecture} is an encoder-decoder; use a decoder-only causal LM"
+            )
+        if not getattr(self.model, "_supports_attention_backend", False):
+            raise UnsupportedTargetError(
+                f"{architecture} does not let its attention be replaced "
+                "(_supports_attention_backend is false in transformers); use a target that does"
+            )
+
+    @torch.inference_mode()
+    def _probe(self) -> LayerShape:
+        """Find the shape of every layer's keys and values; they must be alike."""
+        probe = Probe()
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        self.model(input_ids=ids, use_cache=False, whiflash=probe)
+        expected = set(range(self.config.num_hidden_layers))
+        if set(probe.layers) != expected:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__}: attention ran in layers {sorted(probe.layers)}, "
+                f"expected all of 0 to {len(expected) - 1}"
+            )
+        shapes = set(probe.layers.values())
+        shape = probe.layers[0]
+        if len(shapes) > 1 or shape.key_dim != shape.value_dim:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__} has keys and values of different shapes "
+                f"({', '.join(map(str, sorted(shapes, key=str)))}); one shape is supported"
+            )
+        return shape
+
+    def _check_against(self, ids: list[int], reference: Tensor) -> None:
+        """A packed, cached, chunked forward must give the plain forward's logits.
+
+        It catches what no declaration says: an attention that ignores positions, masks or our
+        cache. Two copies of the text run at once, the second one behind the first in the arena.
+        """
+        cache = self.new_cache(2 * 64)
+        extents = [cache.allocate(len(ids)) for _ in range(2)]
+        got = []
+        split = len(ids) // 2
+        for start, end in ((0, split), (split, split + 1), (split + 1, len(ids))):
+            batch = TargetBatch()
+            for extent in extents:
+                assert extent is not None
+                batch.add(
+                    PackedRow(extent.start, start, end - start),
+                    ids[start:end],
+                    list(range(start, end)),
+                    logits_from=0,
+                )
+            got.append(self.forward(batch, cache).logits.float().view(2, end - start, -1))
+        logits = torch.cat(got, dim=1)
+        wanted = reference - reference.mean(-1, keepdim=True)
+        centred = logits - logits.mean(-1, keepdim=True)
+        agreement = torch.cosine_similarity(centred, wanted.expand_as(centred), dim=-1).min().item()
+        # Rounding in bfloat16 leaves 0.999 and more; a wrong mask or position far less.
+        if not agreement > 0.98:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__} does not give the same logits through the engine's "
+                f"attention as by itself (correlation {agreement:.3f}, expected above 0.98); this "
+                "architecture is not supported"
+            )
+
+
+def _register_attention() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """EOS ids from the generation config, else the config; either may hold one or several."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, Sequence) else (int(ids),)

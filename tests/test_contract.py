@@ -1,0 +1,222 @@
+"""The contract (drafter-invariance): output depends on target, prompt, parameters and seed alone.
+
+Every case is compared with the plainest run there is: the request alone, `none`, no prefix reuse,
+the prompt prefilled at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from whiflash_agents.engine.drafters.lookup import LookupDrafter
+from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
+from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
+from whiflash_agents.engine.routing.static import StaticRouter
+
+ARMS = ["none", "lookup-chain", "lookup-tree", "random", "wrong", "perfect", "alternating"]
+ARCHITECTURES = ["llama", "qwen3", "mistral"]
+
+
+class AlternatingRouter:
+    """Another arm every round, by sequence and position."""
+
+    name = "alternating"
+    arms = ("lookup", "random", "wrong", "perfect")
+
+    def route(self, sequences: Any) -> list[str]:
+        arms = (*self.arms, "none")
+        return [arms[(s.num_output + s.arrival) % len(arms)] for s in sequences]
+
+
+def build(
+    arm: str, answers: dict[str, list[int]], target: Any, options: EngineSettings
+) -> WhiFlashEngine:
+    scripted = {m: tiny.ScriptedDrafter(m, answers) for m in ("random", "wrong", "perfect")}
+    lookup = LookupDrafter(width=3 if arm == "lookup-tree" else 1, shared_tokens=512)
+    router: Any = AlternatingRouter()
+    if arm != "alternating":
+        router = StaticRouter("lookup" if arm.startswith("lookup") else arm)
+    return WhiFlashEngine(
+        target,
+        router=router,
+        drafters=scripted | {"lookup": lookup},
+        settings=options,
+        decode=tiny.text_of,
+    )
+
+
+def plain(target: Any, request: Request) -> GenerationResult:
+    options = EngineSettings(max_running=1, prefill_chunk=512, prefix_reuse=False, kv_tokens=512)
+    engine = WhiFlashEngine(target, settings=options, decode=tiny.text_of)
+    return engine.generate([request])[0]
+
+
+def run_joining(
+    engine: WhiFlashEngine, requests: list[Request], gaps: list[int]
+) -> dict[str, GenerationResult]:
+    """Requests join the batch `gaps[i]` steps apart, and leave when they end."""
+    results: dict[str, GenerationResult] = {}
+    streamed: dict[str, list[int]] = {r.id: [] for r in requests}
+    texts: dict[str, str] = dict.fromkeys(streamed, "")
+    waiting = list(zip(requests, gaps, strict=True))
+    steps = 0
+    while waiting or engine.has_work:
+        while waiting and waiting[0][1] <= 0:
+            engine.add(waiting.pop(0)[0])
+        if waiting:
+            waiting[0] = (waiting[0][0], waiting[0][1] - 1)
+        for event in engine.step():
+            streamed[event.id] += event.token_ids
+            texts[event.id] += event.text or ""
+            if event.result is not None:
+                results[event.id] = event.result
+        steps += 1
+        assert steps < 5000, "the engine does not come to an end"
+    for key, result in results.items():
+        assert streamed[key] == result.token_ids
+        assert result.text is None or texts[key] == result.text
+    return results
+
+
+def assert_same(got: GenerationResult, wanted: GenerationResult) -> None:
+    assert got.token_ids == wanted.token_ids
+    assert got.finish_reason == wanted.finish_reason
+    assert got.stop_reason == wanted.stop_reason
+    assert got.text == wanted.text
+    assert (got.logprobs is None) == (wanted.logprobs is None)
+    for a, b in zip(got.logprobs or [], wanted.logprobs or [], strict=True):
+        assert a.token_id == b.token_id
+        assert math.isclose(a.logprob, b.logprob, abs_tol=1e-3)
+        assert len(a.top) == len(b.top)
+    rounds = got.stats.rounds
+    # The prompt's own token is not a round; all others belong to exactly one.
+    assert sum(r.emitted for r in rounds) == len(got.token_ids) - (1 if got.token_ids else 0)
+    assert all(r.accepted <= r.drafted for r in rounds)
+
+
+sampling = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 16),
+        "temperature": st.sampled_from([0.0, 0.0, 0.7, 1.3]),
+        "top_k": st.sampled_from([0, 1, 5, 40]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.8]),
+        "frequency_penalty": st.sampled_from([0.0, 0.5]),
+        "logit_bias": st.sampled_from([{}, {5: 2.0, tiny.EOS: 3.0}, {7: -50.0}]),
+        "stop": st.sampled_from([[], ["A"], ["7Q", "B"], ["zz"]]),
+        "stop_token_ids": st.sampled_from([[], [11, 12, 13, 14]]),
+        "ignore_eos": st.booleans(),
+        "include_stop": st.booleans(),
+        "seed": st.integers(0, 2**40),
+        "logprobs": st.booleans(),
+        "top_logprobs": st.sampled_from([0, 0, 3]),
+        "min_tokens": st.sampled_from([0, 0, 1]),
+    }
+).map(lambda fields: SamplingParams(**fields))
+
+prompts = st.builds(
+    lambda shared, own: [3 + (i * 7) % 60 for i in range(shared)] + own,
+    st.sampled_from([0, 0, 20, 75]),
+    st.lists(st.integers(3, tiny.VOCAB - 1), min_size=1, max_size=12),
+)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("arm", ARMS)
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_output_is_the_same_whatever_drafts_and_whoever_else_runs(
+    architecture: str, arm: str, data: st.DataObject
+) -> None:
+    target = tiny.target(architecture)
+    n = data.draw(st.integers(1, 7), label="sequences")
+    requests = [
+        Request(f"r{i}", data.draw(prompts), data.draw(sampling, label=f"sampling {i}"))
+        for i in range(n)
+    ]
+    wanted = {r.id: plain(target, r) for r in requests}
+    answers = {key: result.token_ids for key, result in wanted.items()}
+    for request in requests:
+        if data.draw(st.booleans(), label="recorded"):
+            request.recorded_ids = answers[request.id]
+    options = EngineSettings(
+        max_running=data.draw(st.integers(1, 7), label="max_running"),
+        prefill_chunk=data.draw(st.sampled_from([3, 16, 512]), label="prefill_chunk"),
+        prefix_reuse=data.draw(st.booleans(), label="prefix_reuse"),
+        kv_tokens=data.draw(st.sampled_from([192, 320, 4096]), label="kv_tokens"),
+        max_draft_nodes=data.draw(st.sampled_from([1, 5, 32]), label="max_draft_nodes"),
+    )
+    gaps = [data.draw(st.integers(0, 6), label="gap") for _ in requests]
+    got = run_joining(build(arm, answers, target, options), requests, gaps)
+    for request in requests:
+        assert_same(got[request.id], wanted[request.id])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_transformers_generate_token_for_token(architecture: str) -> None:
+    reference = tiny.model(architecture)
+    target = tiny.target(architecture)
+    for length in (1, 9, 40):
+        prompt = [3 + (i * 5) % 80 for i in range(length)]
+        ids = torch.tensor([prompt])
+        wanted = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False
+        )[0, length:].tolist()
+        got = plain(target, Request("a", prompt, SamplingParams(max_tokens=60)))
+        assert got.token_ids == wanted
+
+
+def test_drafts_that_agree_are_accepted_and_those_that_do_not_are_not() -> None:
+    target = tiny.target("llama")
+    request = Request("a", [5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+    answers = {"a": plain(target, request).token_ids}
+    options = EngineSettings(kv_tokens=512)
+    perfect = build("perfect", answers, target, options).generate([request])[0]
+    wrong = build("wrong", answers, target, options).generate([request])[0]
+    # 39 tokens after the prompt's own, seven a round (six drafts and the bonus token)
+    assert [r.emitted for r in perfect.stats.rounds] == [7, 7, 7, 7, 7, 4]
+    assert perfect.stats.num_accepted_draft_tokens == 39 - 6 + 1 - 1
+    assert wrong.stats.num_accepted_draft_tokens == 0
+    assert len(wrong.stats.rounds) == 39
+    assert perfect.token_ids == wrong.token_ids
+
+
+@pytest.mark.timeout(600)
+def test_sampling_follows_the_targets_distribution_with_and_without_drafting() -> None:
+    from scipy.stats import chisquare
+
+    target, draws, prompt = tiny.target("qwen3"), 20_000, [4, 9, 13]
+    net = tiny.model("qwen3")
+    with torch.no_grad():
+        first = torch.softmax(net(torch.tensor([prompt])).logits[0, -1].double() / 1.5, -1)
+        after = torch.tensor([[*prompt, t] for t in range(tiny.VOCAB)])
+        second = torch.softmax(net(after).logits[:, -1].double() / 1.5, -1)
+    expected = (first @ second).numpy() * draws
+    frequent = expected >= 5
+    # The second token is drafted: for each of its values in turn, so mostly wrongly.
+    answers = {f"s{i}": [0, i % 12 + 3, 5] for i in range(draws)}
+    params = {"max_tokens": 3, "temperature": 1.5, "ignore_eos": True}
+    outputs = []
+    for arm in ("none", "perfect"):
+        options = EngineSettings(max_running=100, kv_tokens=100 * 128, max_draft_nodes=4)
+        engine = build(arm, answers, target, options)
+        requests = [
+            Request(f"s{i}", prompt, SamplingParams(seed=i, **params)) for i in range(draws)
+        ]
+        results = engine.generate(requests)
+        assert (sum(r.stats.num_accepted_draft_tokens for r in results) > 100) == (arm != "none")
+        counts = np.bincount([r.token_ids[1] for r in results], minlength=tiny.VOCAB)
+        f_obs = [*counts[frequent], counts[~frequent].sum()]
+        f_exp = [*expected[frequent], expected[~frequent].sum()]
+        assert chisquare(f_obs, f_exp).pvalue > 1e-3
+        outputs.append([r.token_ids for r in results])
+    assert outputs[0] == outputs[1]
