@@ -1,0 +1,168 @@
+"""Settings: four sources, one tree, and everything unknown refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whiflash_agents.engine.errors import SettingsError
+
+from whiflash_agents.settings import ROUTERS_TO_COME, Settings, load_settings, sections
+
+
+def load(values: dict[str, Any] | None = None, **sources: Any) -> Settings:
+    return load_settings(values, **{"environment": {}, **sources})
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_command_line_wins_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    config = toml(tmp_path, "[sampling]\nmax_tokens = 1\ntop_k = 1\ntemperature = 0.5\n")
+    environment = {"WHIFLASH_MAX_TOKENS": "2", "WHIFLASH_TOP_K": "2"}
+    settings = load({"max_tokens": 3, "top_k": None}, config=config, environment=environment)
+    assert settings.sampling.max_tokens == 3
+    assert settings.sampling.top_k == 2
+    assert settings.sampling.temperature == 0.5
+    assert settings.sampling.top_p == 1.0
+
+
+def test_field_names_are_unique_in_the_whole_tree() -> None:
+    names = Counter(
+        name
+        for info in Settings.model_fields.values()
+        for name in info.annotation.model_fields  # type: ignore[union-attr]
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+    assert set(names) == set(sections())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[sampling]\nmax_token = 1", "[sampling] max_token is not a setting (did you mean"),
+        ("[samplng]\nseed = 1", "[samplng] is not a section of the settings (did you mean"),
+        ("[run]\nseed = 1", "it belongs under [sampling]"),
+        ("seed = 1", "belongs under [sampling]"),
+        ("sampling = 3", "must be a section"),
+        ("[sampling]\nmax_tokens = '3'", "[sampling] max_tokens: '3' is not valid"),
+        ("[sampling]\nmax_tokens = true", "[sampling] max_tokens: True is not valid"),
+        ("[sampling", "not a valid TOML file"),
+    ],
+)
+def test_file_is_refused_with_its_name_and_the_key(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    config = toml(tmp_path, text)
+    with pytest.raises(SettingsError) as error:
+        load(config=config)
+    assert str(config) in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot read the settings"):
+        load(config=tmp_path / "none.toml")
+
+
+def test_environment_values_are_read_by_type() -> None:
+    environment = {
+        "WHIFLASH_STOP": '["a", "b"]',
+        "WHIFLASH_ROUNDS": "true",
+        "WHIFLASH_LIMIT": "7",
+        "WHIFLASH_MODE": "continue",
+        "WHIFLASH_TEMPERATURE": "0.25",
+        "HOME": "/somewhere",
+    }
+    settings = load(environment=environment)
+    assert settings.sampling.stop == ["a", "b"]
+    assert settings.run.rounds is True
+    assert settings.run.limit == 7
+    assert settings.run.mode == "continue"
+    assert settings.sampling.temperature == 0.25
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("WHIFLASH_MAX_TOKEN", "1", "did you mean 'WHIFLASH_MAX_TOKENS'?"),
+        ("WHIFLASH_MAX_TOKENS", "many", "WHIFLASH_MAX_TOKENS='many'"),
+        ("WHIFLASH_STOP", "END", "expected a JSON list of strings"),
+        ("WHIFLASH_TOP_P", "2", "environment variable WHIFLASH_TOP_P: top_p=2.0"),
+    ],
+)
+def test_environment_is_refused_with_the_name_of_the_variable(
+    variable: str, value: str, expected: str
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(environment={variable: value})
+    assert variable in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_the_cache_variable_is_not_taken_for_a_setting() -> None:
+    assert load(environment={"WHIFLASH_CACHE": "/somewhere"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("stop", [""]),
+        ("workers", -1),
+        ("concurrency", 0),
+        ("limit", 0),
+        ("kv_tokens", 1),
+        ("mode", "resume"),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("target", " "),
+    ],
+)
+def test_value_out_of_range_is_refused_with_its_option(field: str, value: Any) -> None:
+    with pytest.raises(SettingsError) as error:
+        load({field: value})
+    assert str(error.value).startswith("--" + field.replace("_", "-") + ": ")
+
+
+@pytest.mark.parametrize("router", ROUTERS_TO_COME)
+def test_router_that_needs_trained_drafters_is_refused_by_name(router: str) -> None:
+    with pytest.raises(SettingsError, match=f"{router} drafts with trained weights"):
+        Settings.of(router=router)
+
+
+def test_unknown_router_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingsError, match=r"did you mean 'lookup'\?"):
+        Settings.of(router="lokup")
+
+
+def test_numbered_gpu_is_refused_where_ray_assigns_them() -> None:
+    with pytest.raises(SettingsError, match="Ray assigns the GPUs"):
+        Settings.of(device="cuda:1")
+    assert Settings.of(device="cuda:1", workers=0).model.device == "cuda:1"
+
+
+def test_top_logprobs_without_logprobs_is_refused_rather_than_ignored() -> None:
+    with pytest.raises(SettingsError, match="has no effect without logprobs"):
+        Settings.of(top_logprobs=2)
+
+
+def test_settings_of_names_fields_as_python_does() -> None:
+    with pytest.raises(SettingsError, match=r"^max_tokens: max_tokens=0"):
+        Settings.of(max_tokens=0)
+    with pytest.raises(SettingsError, match="'max_token' is not a setting"):
+        Settings.of(max_token=1)
+
+
+def test_settings_of_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHIFLASH_MAX_TOKENS", "3")
+    assert Settings.of().sampling.max_tokens == 512

@@ -1,0 +1,286 @@
+"""`EngineSession`: one target, its chat format and one engine, turning rows into output rows.
+
+The in-process runner and the Ray actor both drive a session. Decoding is continuous: a row that
+is submitted while others run joins them as soon as a slot is free. A row that cannot be generated
+becomes a failed row; the others go on (failure kind 17).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from whiflash_agents.engine.errors import ContextLengthError, WorkerError
+from whiflash_agents.engine.request import Event, GenerationResult, Request, SamplingParams
+from whiflash_agents.settings import Settings
+from whiflash_agents.traces import Message
+
+from .plan import Row
+from .rows import failed_row, output_row
+
+if TYPE_CHECKING:
+    from whiflash_agents.chat import Chat
+    from whiflash_agents.models import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What a session needs of `WhiFlashEngine`."""
+
+    @property
+    def totals(self) -> Any:
+        """A dataclass of counters, `output_tokens` and `positions_prefilled` among them."""
+
+    def add(self, request: Request) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """All that is needed to build a session in another process. Weights are read from `path`.
+
+    `threads` is the number of CPU threads torch may use; None leaves torch's own choice.
+    """
+
+    path: Path
+    name: str
+    chat_template: str | None
+    response_template: dict[str, Any] | None
+    device: str
+    dtype: str
+    router: str
+    concurrency: int
+    kv_tokens: int | None
+    prefill_chunk: int
+    recorded_drafts: bool
+    rounds: bool
+    threads: int | None = None
+
+    @classmethod
+    def of(cls, settings: Settings, model: ModelFiles) -> SessionSpec:
+        """The session that `settings` ask for, with the weights found at `model`."""
+        return cls(
+            path=model.path,
+            name=model.name,
+            chat_template=model.chat_template,
+            response_template=model.response_template,
+            device=settings.model.device,
+            dtype=settings.model.dtype,
+            router=settings.engine.router,
+            concurrency=settings.engine.concurrency,
+            kv_tokens=settings.engine.kv_tokens,
+            prefill_chunk=settings.engine.prefill_chunk,
+            recorded_drafts=settings.engine.recorded_drafts,
+            rounds=settings.run.rounds,
+        )
+
+
+def load_session(spec: SessionSpec) -> EngineSession:
+    """Load the model and build its engine. Raises what `Target.load` and `Chat` raise."""
+    import torch
+
+    from whiflash_agents.chat import Chat
+    from whiflash_agents.engine import EngineSettings, Target, WhiFlashEngine
+
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
+    device = spec.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise WorkerError(
+            f"device {device!r} was asked for, but torch {torch.__version__} finds no usable GPU; "
+            "use device auto or cpu"
+        )
+    dtype = spec.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+
+    with _no_progress_bar():
+        target = Target.load(spec.path, device=device, dtype=dtype)
+    chat = Chat.from_pretrained(
+        spec.path, chat_template=spec.chat_template, response_template=spec.response_template
+    )
+    settings = EngineSettings(
+        max_running=spec.concurrency, kv_tokens=spec.kv_tokens, prefill_chunk=spec.prefill_chunk
+    )
+    engine = WhiFlashEngine(target, router=spec.router, settings=settings, decode=chat.decode)
+    return EngineSession(
+        engine,
+        chat,
+        spec,
+        max_context=target.max_context,
+        machine={"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
+    )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one bar per shard of weights into whatever the run tells on stderr."""
+    from transformers.utils import logging as transformers_logging
+
+    if not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
+
+
+@dataclass(slots=True)
+class _Running:
+    row: Row
+    prompt_ids: list[int]
+    notes: list[str]
+
+
+class EngineSession:
+    """Rows in, output rows out, over one engine in the calling thread.
+
+    Args:
+        engine: the engine; the session is its only user.
+        chat: the model's chat format.
+        spec: what was asked for.
+        max_context: tokens of prompt and output together that the target can take.
+        machine: where the engine runs; passed on to the figures of the run.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        spec: SessionSpec,
+        *,
+        max_context: int,
+        machine: dict[str, Any],
+    ) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._spec = spec
+        self._max_context = max_context
+        self._machine = machine
+        self._waiting: deque[Row] = deque()
+        self._running: dict[str, _Running] = {}
+        self._busy_traces: dict[str, int] = {}
+
+    @property
+    def pending(self) -> int:
+        """Rows submitted and not yet returned."""
+        return len(self._waiting) + len(self._running)
+
+    def submit(self, row: Row) -> None:
+        """Take `row`; it is tokenised when its slot is free."""
+        self._waiting.append(row)
+
+    def advance(self, seconds: float) -> list[dict[str, Any]]:
+        """Decode until at least one row is finished or `seconds` have passed.
+
+        Raises `WorkerError` when the engine itself fails.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            finished = self._fill_slots()
+            if self._running:
+                finished += self._step()
+            if finished or not self.pending or time.monotonic() >= deadline:
+                return finished
+
+    def describe(self) -> dict[str, Any]:
+        """Device, dtype, threads, and the engine's own totals."""
+        return {**self._machine, "engine": asdict(self._engine.totals)}
+
+    def _fill_slots(self) -> list[dict[str, Any]]:
+        """Start waiting rows while slots are free; returns rows that could not be started."""
+        failed: list[dict[str, Any]] = []
+        while self._waiting and len(self._running) < self._spec.concurrency:
+            row = self._take_waiting()
+            try:
+                self._start(row)
+            except Exception as error:  # whatever a row's template or data raises is that row's end
+                failed.append(failed_row(row, type(error).__name__, str(error), retriable=False))
+        return failed
+
+    def _take_waiting(self) -> Row:
+        """The first row whose trace is not being decoded, so that it finds its history in the slot
+        that the trace's previous turn just left; else the first row."""
+        for at, row in enumerate(self._waiting):
+            if row.trace_id not in self._busy_traces:
+                del self._waiting[at]
+                return row
+        return self._waiting.popleft()
+
+    def _start(self, row: Row) -> None:
+        messages = [Message.model_validate(message) for message in row.messages]
+        prompt_ids = list(self._chat.prompt_ids(messages, row.tools))
+        sampling = SamplingParams(**row.params, seed=row.seed)
+        notes: list[str] = []
+        room = self._max_context - len(prompt_ids)
+        if room < max(1, sampling.min_tokens):
+            raise ContextLengthError(
+                f"the prompt of {row.id} has {len(prompt_ids)} tokens, which leaves no room for a "
+                f"turn of at least {max(1, sampling.min_tokens)} in the context of "
+                f"{self._max_context} tokens of {self._spec.name}; shorten the trace or use a "
+                "target with a longer context"
+            )
+        if sampling.max_tokens > room:
+            notes.append(
+                f"max_tokens lowered from {sampling.max_tokens} to {room}: the prompt has "
+                f"{len(prompt_ids)} tokens and the context holds {self._max_context}"
+            )
+            sampling = replace(sampling, max_tokens=room)
+        recorded_ids = self._recorded_ids(row, messages, notes)
+        self._engine.add(Request(row.id, prompt_ids, sampling, recorded_ids))
+        self._running[row.id] = _Running(row, prompt_ids, notes)
+        self._busy_traces[row.trace_id] = self._busy_traces.get(row.trace_id, 0) + 1
+
+    def _recorded_ids(self, row: Row, messages: list[Message], notes: list[str]) -> Sequence[int]:
+        """Tokens of the recorded turn, for the drafters that retrieve. A hint: never an error."""
+        if row.recorded is None or self._spec.router == "none" or not self._spec.recorded_drafts:
+            return ()
+        ids = self._chat.turn_ids(messages, row.tools, Message.model_validate(row.recorded))
+        if not ids:
+            notes.append("recorded turn not used for drafting: the chat template cannot write it")
+        return ids
+
+    def _step(self) -> list[dict[str, Any]]:
+        try:
+            events = self._engine.step()
+        except Exception as error:
+            logger.debug("engine step failed", exc_info=True)
+            raise WorkerError(
+                f"the engine failed while it decoded {', '.join(sorted(self._running))}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return [self._finish(event.result) for event in events if event.result is not None]
+
+    def _finish(self, result: GenerationResult) -> dict[str, Any]:
+        running = self._running.pop(result.id)
+        row = running.row
+        self._busy_traces[row.trace_id] -= 1
+        if not self._busy_traces[row.trace_id]:
+            del self._busy_traces[row.trace_id]
+        if result.finish_reason not in ("stop", "length"):
+            reason = result.error or f"generation ended with {result.finish_reason!r}"
+            return failed_row(row, "GenerationError", reason, retriable=True)
+        try:
+            return output_row(
+                row,
+                result,
+                self._chat,
+                prompt_ids=running.prompt_ids,
+                model=self._spec.name,
+                notes=running.notes,
+                rounds=self._spec.rounds,
+            )
+        except Exception as error:  # reading this row's text back must not end the others
+            return failed_row(row, type(error).__name__, str(error), retriable=False)

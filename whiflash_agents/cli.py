@@ -1,0 +1,373 @@
+"""The command line `whiflash-batch`: a thin shell over `WhiFlashBatch` and `traces.validate`.
+
+Rows go to the output file or standard output, everything else to standard error. Everything that is
+slow to import is imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from whiflash_agents import __version__
+from whiflash_agents.engine.errors import WhiFlashError
+
+if TYPE_CHECKING:
+    from whiflash_agents.batch import Progress, RunFigures, WhiFlashBatch
+    from whiflash_agents.traces import TraceProblem, ValidationReport
+
+EXIT_FAILED_ROWS = 1
+EXIT_USAGE = 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="whiflash-batch")
+def main() -> None:
+    """Re-run recorded agent traces with speculative decoding.
+
+    \b
+    whiflash-batch validate traces.jsonl
+    whiflash-batch run traces.jsonl -o rows.jsonl --router lookup
+    """
+
+
+def _setting(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option that sets a field of `Settings`. Unset it is None, so that environment, file and
+    default apply; `shown` is that default, for the help."""
+    shown = attributes.pop("shown", None)
+    if shown is not None:
+        attributes["help"] += f"  [default: {shown}]"
+    return click.option(*names, default=None, **attributes)
+
+
+_RUN_SETTINGS = [
+    _setting(
+        "--mode",
+        type=click.Choice(["replay", "continue"]),
+        shown="replay",
+        help="replay: regenerate every assistant turn from the recorded history before it. "
+        "continue: write the next assistant turn after the last message.",
+    ),
+    _setting(
+        "--router",
+        metavar="NAME",
+        shown="none",
+        help="How drafts are made: none (plain decoding) or lookup (drafts from the prompt, the "
+        "output so far and the recorded turn). It never changes what is generated.",
+    ),
+    _setting(
+        "--target",
+        metavar="MODEL",
+        help="Model folder or Hugging Face name.  [default: the embedded model]",
+    ),
+    _setting(
+        "--workers",
+        metavar="N",
+        type=int,
+        shown="1",
+        help="Ray actors with one engine each; 0 decodes in this process, without Ray.",
+    ),
+    _setting(
+        "--concurrency",
+        metavar="N",
+        type=int,
+        shown="8",
+        help="Sequences decoded at once, per engine.",
+    ),
+    _setting("--max-tokens", metavar="N", type=int, shown="512", help="Longest turn, in tokens."),
+    _setting(
+        "--min-tokens",
+        metavar="N",
+        type=int,
+        shown="0",
+        help="No end of turn before N tokens.",
+    ),
+    _setting(
+        "--temperature",
+        metavar="X",
+        type=float,
+        shown="0",
+        help="0 always takes the likeliest token.",
+    ),
+    _setting("--top-p", metavar="X", type=float, shown="1", help="Nucleus sampling; 1 is off."),
+    _setting("--top-k", metavar="N", type=int, shown="0", help="The N likeliest tokens; 0 is off."),
+    _setting(
+        "--min-p",
+        metavar="X",
+        type=float,
+        shown="0",
+        help="Tokens at least X times as likely as the likeliest; 0 is off.",
+    ),
+    _setting(
+        "--repetition-penalty",
+        metavar="X",
+        type=float,
+        shown="1",
+        help="Divides the logits of tokens in prompt and output; 1 is off.",
+    ),
+    _setting(
+        "--presence-penalty",
+        metavar="X",
+        type=float,
+        shown="0",
+        help="Taken off the logits of tokens that the output holds.",
+    ),
+    _setting(
+        "--frequency-penalty",
+        metavar="X",
+        type=float,
+        shown="0",
+        help="The same, times how often the output holds them.",
+    ),
+    _setting(
+        "--stop",
+        metavar="TEXT",
+        multiple=True,
+        help="End the turn before this text; may be given more than once.",
+    ),
+    _setting(
+        "--ignore-eos/--no-ignore-eos",
+        help="Go on after the model's end of turn, up to --max-tokens (for measurements).",
+    ),
+    _setting("--logprobs/--no-logprobs", help="Rows carry the log-probability of every token."),
+    _setting(
+        "--top-logprobs",
+        metavar="N",
+        type=int,
+        shown="0",
+        help="With --logprobs: the N likeliest tokens at every place as well.",
+    ),
+    _setting(
+        "--seed",
+        metavar="N",
+        type=int,
+        shown="0",
+        help="Each row draws from a seed made of this one and the row's id.",
+    ),
+    _setting("--device", metavar="NAME", shown="auto", help="auto, cpu, cuda, cuda:N or mps."),
+    _setting(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        shown="auto",
+        help="auto: bfloat16 on a GPU, float32 on a CPU.",
+    ),
+    _setting("--limit", metavar="N", type=int, help="Read the first N traces only."),
+    _setting(
+        "--format",
+        metavar="NAME",
+        help="Format of the traces.  [default: recognised by content]",
+    ),
+    _setting(
+        "--recorded-drafts/--no-recorded-drafts",
+        shown="on",
+        help="Whether --router lookup may draft from the recorded turn that a row replays.",
+    ),
+    _setting(
+        "--kv-tokens",
+        metavar="N",
+        type=int,
+        help="Token positions in an engine's KV cache.  [default: by free memory]",
+    ),
+    _setting(
+        "--prefill-chunk",
+        metavar="N",
+        type=int,
+        shown="256",
+        help="Prompt tokens computed per step, beside the decoding of others.",
+    ),
+    _setting(
+        "--rounds/--no-rounds",
+        help="Rows carry one record per decoding round: position, drafter, tokens, times.",
+    ),
+]
+
+
+def _run_settings(command: Any) -> Any:
+    for option in reversed(_RUN_SETTINGS):
+        command = option(command)
+    return command
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  whiflash-batch run traces.jsonl -o rows.jsonl --router lookup
+  whiflash-batch run traces.jsonl --workers 0 --max-tokens 64 --limit 2 | jq .whiflash.agreement
+  zcat traces.jsonl.gz | whiflash-batch run - -o rows.jsonl --metrics run.json
+
+Every setting can also stand in a TOML file ([sampling] max_tokens = 64) or in the environment
+(WHIFLASH_MAX_TOKENS=64). The command line wins over the environment, and both over the file.
+
+\b
+Exit status: 0 all rows done, 1 some rows failed, 2 usage or unreadable input,
+130 interrupted (finished rows are kept; a second Ctrl-C aborts at once)."""
+)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
+@click.option(
+    "-o",
+    "--output",
+    default="-",
+    metavar="FILE",
+    help="Where rows go, one JSON object per line.  [default: standard output]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace output and metrics that already exist.")
+@click.option("--metrics", metavar="FILE", help="Write the figures of the run to FILE, as JSON.")
+@click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no summary.")
+@_run_settings
+def run(
+    traces: tuple[str, ...],
+    output: str,
+    overwrite: bool,
+    metrics: str | None,
+    config: str | None,
+    quiet: bool,
+    **values: Any,
+) -> None:
+    """Generate the assistant turns of recorded traces anew.
+
+    TRACES are files of recorded conversations, or - for standard input. Every turn becomes one row
+    in the envelope of OpenAI's Batch API, in the order of the input. A turn that cannot be
+    generated becomes a row with an error; the run goes on.
+    """
+    from whiflash_agents.batch import WhiFlashBatch
+    from whiflash_agents.settings import load_settings
+
+    if not values["stop"]:
+        values["stop"] = None  # click gives an empty tuple for "not given"
+    else:
+        values["stop"] = list(values["stop"])
+    try:
+        settings = load_settings(values, config=config)
+    except WhiFlashError as error:
+        _fail(error, EXIT_USAGE)
+    progress = _progress(quiet, output)
+    if settings.run.workers:
+        from whiflash_agents.workers.pool import EnginePool
+
+        batch = WhiFlashBatch(settings, runner=EnginePool, progress=progress)
+    else:
+        batch = WhiFlashBatch(settings, progress=progress)
+
+    failure: WhiFlashError | None = None
+    with _interrupts(batch) as received:
+        try:
+            batch.run(traces, output, overwrite=overwrite, metrics=metrics)
+        except WhiFlashError as error:
+            failure = error
+        except KeyboardInterrupt:
+            batch.figures.interrupted = True
+    figures = batch.figures
+    started = figures.target is not None  # a model was loaded, so rows were being decoded
+    if started and not quiet:
+        _print_summary(figures)
+    if failure is not None:
+        _fail(failure, EXIT_FAILED_ROWS if started else EXIT_USAGE)
+    if figures.interrupted:
+        sys.exit(128 + (received[0] if received else signal.SIGINT))
+    sys.exit(EXIT_FAILED_ROWS if figures.failed else 0)
+
+
+@main.command(
+    epilog="""\b
+Example:
+  whiflash-batch validate traces/*.jsonl
+
+Exit status: 0 every record can be used (warnings aside), 2 some cannot."""
+)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
+@click.option(
+    "--format", metavar="NAME", help="Format of the traces.  [default: recognised by content]"
+)
+@click.option("-q", "--quiet", is_flag=True, help="Problems only, no summary.")
+def validate(traces: tuple[str, ...], format: str | None, quiet: bool) -> None:
+    """Tell every problem of trace files, with file, line and field.
+
+    Problems go to standard output, one per line, the summary to standard error. No model is loaded.
+    """
+    from whiflash_agents.traces import validate as validate_traces
+
+    def tell(problem: TraceProblem) -> None:
+        click.echo(f"{problem} [{problem.severity}]")
+
+    try:
+        report = validate_traces(traces, format, tell)
+    except WhiFlashError as error:
+        _fail(error, EXIT_USAGE)
+    if not quiet:
+        _print_validation(report)
+    sys.exit(0 if report.ok else EXIT_USAGE)
+
+
+def _fail(error: WhiFlashError, status: int) -> NoReturn:
+    click.echo(f"whiflash-batch: error: {error}", err=True)
+    sys.exit(status)
+
+
+def _progress(quiet: bool, output: str) -> Progress:
+    from whiflash_agents.batch.progress import BarProgress, LineProgress, SilentProgress
+
+    if quiet:
+        return SilentProgress()
+    rows_on_terminal = output == "-" and sys.stdout.isatty()  # a bar would be torn by them
+    return BarProgress() if sys.stderr.isatty() and not rows_on_terminal else LineProgress()
+
+
+@contextmanager
+def _interrupts(batch: WhiFlashBatch) -> Iterator[list[int]]:
+    """SIGINT and SIGTERM end the run after what is finished; a second one aborts, a third kills.
+
+    Yields a list that will hold the signal that was received.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        if len(received) > 1:
+            signal.signal(number, signal.SIG_DFL)
+        if len(received) > 1 or not batch.decoding:
+            raise KeyboardInterrupt
+        batch.stop()
+        os.write(2, b"\nwhiflash-batch: interrupted; keeping finished rows (again to abort)\n")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_summary(figures: RunFigures) -> None:
+    from rich.console import Console
+
+    from whiflash_agents.batch.progress import summary_table
+
+    Console(stderr=True).print(summary_table(figures))
+
+
+def _print_validation(report: ValidationReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # Paths are longer than the 80 columns that rich takes for what is not a terminal.
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    columns = ("records", "traces", "assistant_turns", "tool_calls", "errors", "warnings")
+    table = Table(show_footer=len(report.files) > 1)
+    table.add_column("file", footer="total", overflow="fold")
+    for column in columns:
+        total = f"{report.total(column):,}"
+        table.add_column(column.replace("_", " "), footer=total, justify="right")
+    for file in report.files:
+        table.add_row(file.path, *(f"{getattr(file, column):,}" for column in columns))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

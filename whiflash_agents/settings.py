@@ -1,0 +1,304 @@
+"""The one tree of settings, with the same names in TOML, environment and command line.
+
+`load_settings` merges the four sources (command line over environment over TOML file over default)
+and refuses what it does not know, by name and with the nearest known name. A field name is unique
+in the whole tree, so that `[sampling] max_tokens`, `WHIFLASH_MAX_TOKENS` and `--max-tokens` are
+always the same setting. No torch here: the command line reads settings before it loads a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.request import SamplingParams
+
+ENVIRONMENT_PREFIX = "WHIFLASH_"
+# Variables with our prefix that are not settings of a run.
+OTHER_VARIABLES = frozenset({"WHIFLASH_CACHE"})
+
+ROUTERS = ("none", "lookup")
+# Named by the method, but they draft with trained weights that this version cannot load.
+ROUTERS_TO_COME = ("eagle3", "dflash", "ddtree", "entropy", "neural", "cost-aware")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(_Section):
+    """The target model and where it runs."""
+
+    target: str | None = Field(
+        default=None, description="a folder or a hub name; unset: embedded default"
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+
+    @field_validator("target")
+    @classmethod
+    def _named(cls, target: str | None) -> str | None:
+        if target is not None and not target.strip():
+            raise ValueError("expected a folder or a hub name; leave it out for the default model")
+        return target
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", device):
+            raise ValueError("expected auto, cpu, cuda, cuda:N or mps")
+        return device
+
+
+class SamplingSection(_Section):
+    """How tokens are chosen; ranges are those of `engine.request.SamplingParams`."""
+
+    max_tokens: int = 512
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: list[str] = Field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    seed: int = Field(
+        default=0, description="each row's own seed is a hash of this one and the row's id"
+    )
+
+    @model_validator(mode="after")
+    def _ranges(self) -> SamplingSection:
+        SamplingParams(**self.params())  # raises RequestError, a ValueError that names the field
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(
+                f"top_logprobs={self.top_logprobs} has no effect without logprobs; set logprobs too"
+            )
+        return self
+
+    def params(self) -> dict[str, Any]:
+        """What every row of a run shares: all fields but `seed`, as `SamplingParams` names them."""
+        return self.model_dump(exclude={"seed"})
+
+
+class EngineSection(_Section):
+    """How one engine decodes; none of it changes what is generated."""
+
+    router: str = Field(default="none", description=f"one of {', '.join(ROUTERS)}")
+    concurrency: int = Field(default=8, ge=1, description="sequences decoded at once, per engine")
+    recorded_drafts: bool = Field(
+        default=True, description="lookup also drafts from the recorded turn that a row replays"
+    )
+    kv_tokens: int | None = Field(
+        default=None, ge=64, description="token positions in the KV cache"
+    )
+    prefill_chunk: int = Field(default=256, ge=1, description="prompt tokens per step and sequence")
+
+    @field_validator("router")
+    @classmethod
+    def _available_router(cls, router: str) -> str:
+        if router in ROUTERS:
+            return router
+        if router in ROUTERS_TO_COME:
+            raise ValueError(
+                f"{router} drafts with trained weights, which this version cannot load yet; "
+                f"use {' or '.join(ROUTERS)}"
+            )
+        near = nearest(router, ROUTERS + ROUTERS_TO_COME)
+        raise ValueError(f"there is no router of this name{near}; use {' or '.join(ROUTERS)}")
+
+
+class RunSection(_Section):
+    """What a run does with its traces."""
+
+    mode: Literal["replay", "continue"] = Field(
+        default="replay", description="regenerate every assistant turn, or write the next one"
+    )
+    workers: int = Field(
+        default=1, ge=0, description="Ray actors with one engine each; 0: this process"
+    )
+    limit: int | None = Field(default=None, ge=1, description="number of traces read")
+    format: str | None = Field(
+        default=None, description="trace format; unset: recognised by content"
+    )
+    rounds: bool = Field(default=False, description="rows carry one record per decoding round")
+
+
+class Settings(_Section):
+    """All settings of a run."""
+
+    model: ModelSection = ModelSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        if self.run.workers > 0 and self.model.device.startswith("cuda:"):
+            raise ValueError(
+                f"device={self.model.device!r} picks a GPU by number, but with workers="
+                f"{self.run.workers} Ray assigns the GPUs; use device cuda, or workers 0"
+            )
+        return self
+
+    @classmethod
+    def of(cls, **values: Any) -> Settings:
+        """Settings from flat field names: `Settings.of(router="lookup", max_tokens=64)`.
+
+        Reads neither file nor environment. Raises `SettingsError` as `load_settings` does.
+        """
+        return load_settings(values, environment={}, spell=str)
+
+
+def option_name(field: str) -> str:
+    """The command-line spelling of a field: `max_tokens` -> `--max-tokens`."""
+    return "--" + field.replace("_", "-")
+
+
+def sections() -> dict[str, str]:
+    """Field name -> section name, for every field of the tree."""
+    return {
+        name: section
+        for section, info in Settings.model_fields.items()
+        for name in info.annotation.model_fields  # type: ignore[union-attr]
+    }
+
+
+def load_settings(
+    command_line: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    spell: Callable[[str], str] = option_name,
+) -> Settings:
+    """Merge command line over environment over TOML file over defaults.
+
+    `command_line` maps field names to values; None means "not given". `environment` defaults to
+    `os.environ`. `spell` turns a field name into what the caller wrote, for messages.
+
+    Raises `SettingsError` for an unknown key, a value of the wrong type or out of range (the text
+    says which source set it), or a file that cannot be read.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    origin: dict[tuple[str, str], str] = {}
+    known = sections()
+
+    def put(key: tuple[str, str], value: Any, source: str) -> None:
+        values[key] = value
+        origin[key] = source
+
+    if config is not None:
+        for (section, name), value in _read_toml(Path(config)).items():
+            put((section, name), value, f"{config}: [{section}] {name}")
+    for variable, text in sorted((os.environ if environment is None else environment).items()):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name not in known:
+            names = [ENVIRONMENT_PREFIX + field.upper() for field in known]
+            raise SettingsError(
+                f"environment variable {variable} is not a setting{nearest(variable, names)}; "
+                f"unset it or correct its name"
+            )
+        key = (known[name], name)
+        put(key, _from_text(key, text, variable), f"environment variable {variable}")
+    for name, value in (command_line or {}).items():
+        if name not in known:
+            raise SettingsError(f"{name!r} is not a setting{nearest(name, known)}")
+        if value is not None:
+            put((known[name], name), value, spell(name))
+
+    tree: dict[str, dict[str, Any]] = {}
+    for (section, name), value in values.items():
+        tree.setdefault(section, {})[name] = value
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, origin)) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'max_tokens'?)"`, or nothing when no known name is near."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _read_toml(path: Path) -> dict[tuple[str, str], Any]:
+    try:
+        tree = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot read the settings: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: not a valid TOML file: {error}") from None
+    known = sections()
+    out: dict[tuple[str, str], Any] = {}
+    for section, fields in tree.items():
+        if section not in Settings.model_fields:
+            hint = nearest(section, Settings.model_fields)
+            if section in known:
+                hint = f" ({section!r} belongs under [{known[section]}])"
+            raise SettingsError(f"{path}: [{section}] is not a section of the settings{hint}")
+        if not isinstance(fields, dict):
+            raise SettingsError(f"{path}: {section!r} must be a section: [{section}]")
+        for name, value in fields.items():
+            if known.get(name) != section:
+                hint = nearest(name, [field for field, home in known.items() if home == section])
+                if name in known:
+                    hint = f" (it belongs under [{known[name]}])"
+                raise SettingsError(f"{path}: [{section}] {name} is not a setting{hint}")
+            out[section, name] = value
+    return out
+
+
+def _from_text(key: tuple[str, str], text: str, variable: str) -> Any:
+    """The value of an environment variable. Lists are written as JSON: '["###", "END"]'."""
+    section, name = key
+    annotation = Settings.model_fields[section].annotation.model_fields[name]  # type: ignore[union-attr]
+    adapter: TypeAdapter[Any] = TypeAdapter(annotation.annotation)
+    try:
+        if annotation.annotation == list[str]:
+            return adapter.validate_json(text)
+        return adapter.validate_python(text)
+    except ValidationError as error:
+        expected = error.errors()[0]["msg"]
+        if annotation.annotation == list[str]:
+            expected = 'expected a JSON list of strings such as ["###"]'
+        raise SettingsError(f"environment variable {variable}={text!r}: {expected}") from None
+
+
+def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> str:
+    """The first problem in one sentence: where the value came from, the value, what is expected."""
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    place = tuple(str(part) for part in problem["loc"])
+    if len(place) >= 2:
+        source = origin.get((place[0], place[1]), f"{place[0]}.{place[1]}")
+        return f"{source}: {problem['input']!r} is not valid: {message}"
+    # A rule of a whole section: its message names the field; say where that field came from.
+    named = re.match(r"(\w+)=", message)
+    if named and (home := sections().get(named.group(1))):
+        setter = origin.get((home, named.group(1)))
+        return f"{setter}: {message}" if setter else message
+    return message
