@@ -142,6 +142,7 @@ def _explained(data: bytes, field: str | None, error: json.JSONDecodeError) -> R
     if "unexpected content after document" in str(error):
         remedy = "write each record on a line of its own"
     place = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return RecordError(
-        field, f"not valid JSON: {error.msg} at {place}column {error.colno} of the record", remedy
-    )
+    place += f"column {error.colno} of the record"
+    if "infinity" in error.msg:
+        return RecordError(field, f"a number is too large: {place}", "write it as a string")
+    return RecordError(field, f"not valid JSON: {error.msg} at {place}", remedy)

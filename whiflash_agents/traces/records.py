@@ -90,9 +90,7 @@ def open_source(path: str) -> Iterator[io.BufferedReader]:
         if head.startswith(_GZIP_MAGIC):
             stream = stack.enter_context(gzip.GzipFile(fileobj=io.BufferedReader(stream)))
         elif head.startswith(_ZSTD_MAGIC):
-            import zstandard
-
-            stream = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+            stream = _ZstdFrames(stream)
         with _reading_errors():
             start = stream.read(len(_UTF8_MARK))
         if start.startswith(_UTF16_MARKS):
@@ -122,6 +120,43 @@ class _Rejoined(io.RawIOBase):
             data = self._read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of zstd frames, one after the other. A frame that breaks off raises EOFError,
+    where zstandard's own reader just ends and would lose the rest without a word."""
+
+    _CHUNK = 2048  # small, because 4 bytes can stand for a block of 128 KiB
+
+    def __init__(self, compressed: io.RawIOBase) -> None:
+        import zstandard
+
+        self._compressed = io.BufferedReader(compressed)
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._begun = False
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+                self._begun = False
+            data = data or self._compressed.read(self._CHUNK)
+            if not data:
+                if self._begun:
+                    raise EOFError("the zstd frame is incomplete")
+                return 0
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(data))
+        part = self._ready[: len(buffer)]
+        self._ready = self._ready[len(part) :]
+        buffer[: len(part)] = part
+        return len(part)
 
 
 @contextmanager
