@@ -126,6 +126,7 @@ def _write_weights(
     import numpy
     import torch
     from gguf.quants import dequantize
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     heads = {
@@ -147,7 +148,10 @@ def _write_weights(
         raise CheckpointError(
             f"{source}: {len(missing)} tensors are missing ({missing[0]}, ...): incomplete file"
         )
-    save_file(weights, target, metadata={"format": "pt"})
+    try:
+        save_file(weights, target, metadata={"format": "pt"})
+    except SafetensorError as error:  # its way to say that the disk is full
+        raise OSError(f"{target} could not be written: {error}") from error
     if on_progress is not None:
         on_progress(1.0)
 
@@ -212,7 +216,7 @@ def _write_tokenizer(metadata: _Metadata, folder: Path) -> None:
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
     )
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     def token(name: str) -> str:
         return tokens[metadata.read(f"tokenizer.ggml.{name}_token_id")]

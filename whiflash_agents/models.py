@@ -34,7 +34,7 @@ def cache_dir() -> Path:
     """The user's cache folder for this program; `WHIFLASH_CACHE` overrides the platform's place."""
     override = os.environ.get("WHIFLASH_CACHE")
     if override:
-        return Path(override).expanduser()
+        return Path(override).expanduser().absolute()  # workers may run in another folder
     from platformdirs import user_cache_dir
 
     return Path(user_cache_dir("whiflash-agents"))

