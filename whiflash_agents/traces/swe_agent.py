@@ -56,7 +56,8 @@ def _as_openai(entry: Any, field: str) -> Any:
         if entry.get("role") == "tool" and entry.get("tool_call_id") is None:
             entry["tool_call_id"] = _answered_call(entry.get("tool_call_ids"))
         if entry.get("role") == "assistant":
-            entry["content"] = entry.get("content") or read_text(entry, "thought")
+            if not entry.get("content"):
+                entry["content"] = read_text(entry, "thought") or entry.get("content")
             if entry.get("reasoning_content") is None:
                 entry["reasoning_content"] = _thinking(entry.get("thinking_blocks"))
     except RecordError as error:
