@@ -59,16 +59,14 @@ def gumbel(
     if isinstance(seed, int) and isinstance(positions, int):
         return _noise(token_ids, position_keys(seed_bases(seed), positions))
     if isinstance(seed, int):
-        bases = torch.tensor([_signed(base) for base in seed_bases(seed)], device=device)
-        bases = bases.to(torch.int32)
+        bases = _int32(seed_bases(seed), device)
     else:
         seed = seed.to(device).unsqueeze(-1)
-        salts = torch.tensor([_signed(salt) for salt in _KEY_SALTS], device=device)
-        bases = _mix_(_mix_(_low_word(seed) + salts.to(torch.int32)) ^ (seed >> 32).to(torch.int32))
+        bases = _mix_(_mix_(_low_word(seed) + _int32(_KEY_SALTS, device)) ^ _low_word(seed >> 32))
     if isinstance(positions, int):
         positions = torch.tensor(positions)
     steps = positions.to(device=device, dtype=torch.int32).unsqueeze(-1) * _signed(_POSITION_STEP)
-    return _noise(token_ids, _mix_(bases + steps).unbind(-1))  # four keys [*seed x positions]
+    return _noise(token_ids, _mix_(bases + steps).movedim(-1, 0))
 
 
 def seed_bases(seed: int) -> tuple[int, ...]:
@@ -116,12 +114,15 @@ def _contenders(scores: Tensor, token_ids: Tensor, keys: Sequence[int]) -> Tenso
     return ((perturbed >= perturbed.amax() - 1.0) | ends).nonzero().flatten()
 
 
-def _noise(token_ids: Tensor, keys: Sequence[int | Tensor]) -> Tensor:
-    """Exact noise, float64. `token_ids` int32; `keys`: four ints, or int32 tensors to broadcast."""
-    high = (_draw(token_ids, keys[0], keys[1]).to(torch.int64) & _MASK32).double()
-    low = (_draw(token_ids, keys[2], keys[3]).to(torch.int64) & _MASK32).double()
+def _noise(token_ids: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+    """Exact noise, float64. `token_ids` int32; `keys` four ints, or int32 [4, ...] to broadcast."""
+    if not isinstance(keys, Tensor):
+        keys = torch.tensor(keys, dtype=torch.int32, device=token_ids.device)
+    keys = keys.reshape(4, *[1] * (token_ids.dim() - keys.dim() + 1), *keys.shape[1:])
+    bits = _draw(token_ids, keys[0::2], keys[1::2])  # both draws at once: [2, ...]
+    high, low = (bits.to(torch.int64) & _MASK32).double()
     # Large noise comes from *small* uniforms, where a float is most precise: 64 bits of tail.
-    uniform = ((high * 2.0**32 + low + 0.5) * 2.0**-64).clamp_(max=1.0 - 2.0**-53)
+    uniform = high.mul_(2.0**32).add_(low).add_(0.5).mul_(2.0**-64).clamp_(max=1.0 - 2.0**-53)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -154,6 +155,11 @@ def _mix_int(word: int) -> int:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word & 0x80000000 else word
+
+
+def _int32(words: Sequence[int], device: torch.device) -> Tensor:
+    """Unsigned 32-bit ints as an int32 tensor."""
+    return torch.tensor([_signed(word) for word in words], dtype=torch.int32, device=device)
 
 
 def _low_word(words: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ class Sampler:
     def _penalise(self, logits: Tensor) -> Tensor:
         """Every processor up to the temperature: float32 [vocab], a new tensor."""
         params = self.params
-        scores = logits.to(torch.float32, copy=True)
+        scores = logits.detach().to(torch.float32, copy=True)
         if self._bias is not None:
             ids, bias = self._bias
             scores[ids] += bias
