@@ -19,9 +19,9 @@ from .problems import RecordError, shown
 MAX_DEPTH = 128  # levels of lists and objects; writers give up at about 250
 MAX_LITERAL_CHARS = 1 << 20  # a Python literal takes about 100 times its text while it is parsed
 
-# Whether 19 digits stand in a row is asked of every record; two passes in C answer it ten times
-# faster than a regular expression.
-_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
+# Whether 19 digits stand in a row, and how many brackets open, is asked of every record; passes in
+# C over a text with one kind of digit and bracket answer ten times faster than an expression.
+_ONE_KIND = bytes.maketrans(b"123456789{", b"000000000[")
 _LONG_INTEGER = b"0" * 19
 _INTEGERS = range(-(2**63), 2**64)
 
@@ -43,9 +43,10 @@ def parse_json(data: bytes, field: str | None = None) -> Any:
 def refuse_unwritable(data: bytes, value: Any, field: str | None) -> None:
     """Raises RecordError if `value`, which orjson read from `data`, cannot be written back as it
     was: an integer outside 64 bits, or nesting deeper than MAX_DEPTH."""
-    if _LONG_INTEGER in data.translate(_DIGITS_TO_ZERO):
+    alike = data.translate(_ONE_KIND)
+    if _LONG_INTEGER in alike:
         _refuse_huge_integers(data, field)
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+    if alike.count(b"[") > MAX_DEPTH:
         refuse_deep_nesting(value, field)
 
 
