@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import zstandard
-from whiflash_agents.engine.errors import TraceError
 
+from whiflash_agents.engine.errors import TraceError
 from whiflash_agents.traces import Trace, TraceProblem, read_traces, scan_traces
 
 zstd = zstandard.ZstdCompressor(write_checksum=True).compress

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whiflash_agents.engine.errors import TraceError
 
+from whiflash_agents.engine.errors import TraceError
 from whiflash_agents.traces import FORMATS, RecordError, ToolCall, Trace, read_traces
 from whiflash_agents.traces.formats import detect_format
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whiflash_agents.engine.errors import TraceError
 
+from whiflash_agents.engine.errors import TraceError
 from whiflash_agents.traces import Trace, TraceProblem, read_traces, scan_traces, validate
 from whiflash_agents.traces.checks import check_trace
 from whiflash_agents.traces.trace_ids import SeenIds
