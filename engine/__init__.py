@@ -19,7 +19,7 @@ _EXPORTS = {
     "WhiFlashEngine": "engine",
 }
 
-__all__ = list(_EXPORTS)  # noqa: PLE0604
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:

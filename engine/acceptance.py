@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .draft_tree import DraftTree
-from .sampling import LogitsError, Sampler, choose
+from .sampling import LogitsError, Sampler, choose, greedy
 
 
 @dataclass(slots=True)
@@ -53,8 +54,9 @@ def verify(
     walks = [Walk([0], []) for _ in trees]
     plain = [sampler.is_greedy_plain for sampler in samplers]
     if any(plain):
-        values, best = logits.max(-1)
-        finite, tokens = values.isfinite().tolist(), best.tolist()
+        tokens = greedy(logits)
+        best = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+        finite: list[bool] = logits.gather(-1, best).isfinite().flatten().tolist()
         for index, tree in enumerate(trees):
             if plain[index]:
                 rows = slice(first_rows[index], first_rows[index] + len(tree))

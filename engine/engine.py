@@ -217,8 +217,8 @@ class WhiFlashEngine:
         """
         sequence = self._sequences[request_id]
         self._scheduler.drop(sequence)
-        result = self._result(sequence, "abort", None)
-        self._deliver(Event(request_id, [], result=result))
+        text = sequence.stop.close()  # what was held back as the possible beginning of a stop
+        self._deliver(Event(request_id, [], text, self._result(sequence, "abort", None)))
 
     @property
     def has_work(self) -> bool:
@@ -366,8 +366,8 @@ class WhiFlashEngine:
         if tree.num_drafted > most or max(tree.depths) >= sequence.num_remaining:
             raise WhiFlashError(
                 f"drafter {drafter!r} proposed {tree.num_drafted} nodes of depth "
-                f"{max(tree.depths)} for request {sequence.id!r}; its limit was {most} nodes of depth "
-                f"{sequence.num_remaining - 1}"
+                f"{max(tree.depths)} for request {sequence.id!r}; its limit was {most} nodes of "
+                f"depth {sequence.num_remaining - 1}"
             )
         if tree.tokens[0] != sequence.tokens[-1]:
             raise WhiFlashError(
@@ -414,9 +414,11 @@ class WhiFlashEngine:
         position = sequence.num_output
         outcome = sequence.stop.check(walk.tokens)
         kept = walk.tokens[: outcome.kept]
-        finish_reason, error = outcome.finish_reason, None
+        text, finish_reason, error = outcome.text, outcome.finish_reason, None
         if walk.problem is not None and finish_reason is None:
             finish_reason, error = "error", walk.problem
+            if text is not None:
+                text += sequence.stop.close() or ""
         self._cache.commit(sequence.extent, sequence.num_cached, walk.path)
         sequence.tokens.extend(kept)
         # Every token but the last has its keys and values; what a stop cut off is forgotten.
@@ -426,8 +428,6 @@ class WhiFlashEngine:
             rows = [item.first_row + node for node in walk.path[: len(kept)]]
             n = sequence.request.sampling.top_logprobs
             sequence.logprobs.extend(logprobs(logits[rows], kept, n))
-        if outcome.text is not None:
-            sequence.text += outcome.text
 
         record = None
         if item.drafts is not None:
@@ -450,7 +450,7 @@ class WhiFlashEngine:
         if finish_reason is not None:
             self._scheduler.finish(sequence)
             result = self._result(sequence, finish_reason, outcome.stop_reason, error)
-        self._deliver(Event(sequence.id, kept, outcome.text, result))
+        self._deliver(Event(sequence.id, kept, text, result))
         return record
 
     def _result(
@@ -472,7 +472,7 @@ class WhiFlashEngine:
             token_ids=sequence.output_ids,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            text=sequence.text if sequence.request.sampling.stop else None,
+            text=sequence.stop.text if sequence.request.sampling.stop else None,
             logprobs=sequence.logprobs,
             seed=sequence.seed,
             stats=sequence.stats,

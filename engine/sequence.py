@@ -36,7 +36,6 @@ class SequenceState:
     last_drafter: str = ""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprob] | None = None
-    text: str = ""
     admitted_at: float | None = None
     arrival: int = 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+
 from whiflash_agents.engine.draft_tree import DraftTree
 from whiflash_agents.engine.drafters.base import DraftLimit
 from whiflash_agents.engine.sequence import SequenceState
