@@ -13,9 +13,9 @@ import pytest
 import tiny_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from whiflash_agents.engine.errors import CheckpointError, RequestError
 
 from whiflash_agents.chat import Chat, Turn
+from whiflash_agents.engine.errors import CheckpointError, RequestError
 from whiflash_agents.models import embedded_template
 from whiflash_agents.traces.schema import Message, ToolCall
 
@@ -431,8 +431,8 @@ def test_spans_of_markers_that_begin_inside_a_token_or_are_split(chat: Chat) -> 
     shared = chat.tokenizer.convert_tokens_to_ids("><")  # ends one marker and begins the next
     ids = encode(chat, "<think>x</think><tool_call>{}</tool_call>")
     assert shared in ids
-    spans = chat.parse([], ids).spans
-    assert [(span.kind, span.end) for span in spans] == [
+    token_spans = chat.parse([], ids).spans
+    assert [(span.kind, span.end) for span in token_spans] == [
         ("reasoning", ids.index(shared) + 1),
         ("tool_call", len(ids)),
     ]
