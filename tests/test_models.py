@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import tiny_gguf
-from whiflash_agents.engine.errors import CheckpointError, ModelNotFoundError
 
 from whiflash_agents import models
 from whiflash_agents.embedded import default_target
+from whiflash_agents.engine.errors import CheckpointError, ModelNotFoundError
 from whiflash_agents.gguf_conversion import convert_gguf
 from whiflash_agents.models import cache_dir, resolve_model
 
