@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from whiflash_agents.batch.session import EngineSession, SessionSpec
+from whiflash_agents.chat import InvalidToolCall, Span, Turn
 from whiflash_agents.engine.errors import RequestError
 from whiflash_agents.engine.request import (
     Event,
@@ -22,9 +24,6 @@ from whiflash_agents.engine.request import (
     TokenLogprob,
 )
 from whiflash_agents.engine.telemetry import RoundRecord, SpeculationStats
-
-from whiflash_agents.batch.session import EngineSession, SessionSpec
-from whiflash_agents.chat import InvalidToolCall, Span, Turn
 from whiflash_agents.traces import Message, ToolCall
 
 END = 0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from scripted import conversation, write_traces
-from whiflash_agents.engine.errors import TraceError
 
 from whiflash_agents.batch.plan import check_input, plan_rows, plan_trace, row_seed
+from whiflash_agents.engine.errors import TraceError
 from whiflash_agents.traces import Trace
 
 

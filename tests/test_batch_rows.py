@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 import pytest
 from scripted import ScriptedEngine, conversation, session
-from whiflash_agents.engine.telemetry import RoundRecord
 
 from whiflash_agents.batch.plan import Row
 from whiflash_agents.batch.rows import (
@@ -20,6 +19,7 @@ from whiflash_agents.batch.rows import (
     json_equal,
 )
 from whiflash_agents.chat import Span, Turn
+from whiflash_agents.engine.telemetry import RoundRecord
 from whiflash_agents.traces import ToolCall
 
 

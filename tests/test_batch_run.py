@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedEngine, echo_session, session, write_traces
+
+from whiflash_agents import models
+from whiflash_agents.batch import LocalRunner, Row, SessionSpec, WhiFlashBatch, generated_part
+from whiflash_agents.batch.figures import RunFigures
 from whiflash_agents.engine.errors import (
     OutputError,
     SettingsError,
@@ -16,10 +20,6 @@ from whiflash_agents.engine.errors import (
     WhiFlashError,
     WorkerError,
 )
-
-from whiflash_agents import models
-from whiflash_agents.batch import LocalRunner, Row, SessionSpec, WhiFlashBatch, generated_part
-from whiflash_agents.batch.figures import RunFigures
 from whiflash_agents.models import ModelFiles
 from whiflash_agents.settings import Settings
 

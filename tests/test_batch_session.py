@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from scripted import MAX_CONTEXT, ScriptedEngine, conversation, session
-from whiflash_agents.engine.errors import WorkerError
 
 from whiflash_agents.batch.plan import Row
 from whiflash_agents.batch.session import EngineSession
+from whiflash_agents.engine.errors import WorkerError
 
 ECHO = str  # the answer is the question
 

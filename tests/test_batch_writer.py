@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from whiflash_agents.engine.errors import OutputError, TraceError
 
 from whiflash_agents.batch.inputs import readable_twice
 from whiflash_agents.batch.writer import OutputFile
+from whiflash_agents.engine.errors import OutputError, TraceError
 
 
 def test_existing_output_is_refused_and_left_alone(tmp_path: Path) -> None:

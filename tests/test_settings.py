@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whiflash_agents.engine.errors import SettingsError
 
+from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.settings import ROUTERS_TO_COME, Settings, load_settings, sections
 
 

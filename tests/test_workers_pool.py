@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import scripted
 from scripted import echo_session, spec, write_traces
-from whiflash_agents.engine.errors import CheckpointError, SettingsError, WorkerError
-from whiflash_agents.workers import local_ray
-from whiflash_agents.workers.local_ray import available_cpus, gpus_per_worker, ray
-from whiflash_agents.workers.pool import EnginePool
 
 from whiflash_agents import models
 from whiflash_agents.batch import LocalRunner, Row, WhiFlashBatch, generated_part
 from whiflash_agents.batch.session import EngineSession, SessionSpec
+from whiflash_agents.engine.errors import CheckpointError, SettingsError, WorkerError
 from whiflash_agents.models import ModelFiles
 from whiflash_agents.settings import Settings
+from whiflash_agents.workers import local_ray
+from whiflash_agents.workers.local_ray import available_cpus, gpus_per_worker, ray
+from whiflash_agents.workers.pool import EnginePool
 
 
 @pytest.fixture(scope="module", autouse=True)

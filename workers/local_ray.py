@@ -17,6 +17,7 @@ for _variable, _value in {
     os.environ.setdefault(_variable, _value)
 
 import ray  # noqa: E402
+
 from whiflash_agents.engine.errors import WorkerError  # noqa: E402
 
 # Rows are JSON and travel through the object store only when large; weights never do.

@@ -5,6 +5,7 @@ Plain lines survive being collected by job schedulers and by Ray, which prefix e
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
@@ -48,7 +49,7 @@ class LineProgress:
 
     def __init__(self, interval: float = LINE_SECONDS) -> None:
         self._interval = interval
-        self._last = 0.0
+        self._last = -math.inf
 
     def phase(self, text: str) -> None:
         self._say(text)
@@ -59,7 +60,10 @@ class LineProgress:
             return
         self._last = now
         done, total = figures.ok + figures.failed, figures.input.rows
-        parts = [f"{done}/{total} rows", *_rates(figures)]
+        parts = [f"{done}/{total} rows"]
+        if prefilled := figures.engine_total("positions_prefilled"):
+            parts.append(f"{prefilled:,} prompt tokens read")  # all there is to see at first
+        parts += _rates(figures)
         if done and done < total:
             left = figures.running_seconds / done * (total - done)
             parts.append(f"about {_duration(left)} left")
@@ -89,25 +93,25 @@ class BarProgress:
 
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
             MofNCompleteColumn(),
+            TextColumn("rows"),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[rates]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=None, rates="")
+        self._task = self._bar.add_task("rows", total=None, rates="")
 
     def phase(self, text: str) -> None:
-        self._bar.start()
-        self._bar.update(self._task, description=text)
+        # A line, not the bar: fetching a model for the first time draws a bar of its own.
+        self._bar.console.print(text, style="dim", highlight=False)
 
     def update(self, figures: RunFigures) -> None:
+        self._bar.start()
         self._bar.update(
             self._task,
-            description="rows",
             completed=figures.ok + figures.failed,
             total=figures.input.rows,
             rates=", ".join(_rates(figures)),
@@ -118,12 +122,8 @@ class BarProgress:
 
 
 def _rates(figures: RunFigures) -> list[str]:
-    """What the engines have done so far, unfinished rows included, so that a run with long rows
-    is seen to move."""
     parts = [f"{figures.failed} failed"] if figures.failed else []
-    if prefilled := figures.engine_total("positions_prefilled"):
-        parts.append(f"{prefilled:,} prompt tokens read")
-    tokens = figures.engine_total("output_tokens")
+    tokens = figures.engine_total("output_tokens")  # those of unfinished rows too
     if tokens and figures.running_seconds:
         parts.append(f"{tokens / figures.running_seconds:.1f} tokens/s")
     if figures.speculation.steps:
