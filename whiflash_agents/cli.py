@@ -19,7 +19,8 @@ from whiflash_agents import __version__
 from whiflash_agents.engine.errors import WhiFlashError
 
 if TYPE_CHECKING:
-    from whiflash_agents.batch import Progress, RunFigures, WhiFlashBatch
+    from whiflash_agents.batch import Progress, RunFigures, Runner, SessionSpec, WhiFlashBatch
+    from whiflash_agents.settings import Settings
     from whiflash_agents.traces import TraceProblem, ValidationReport
 
 EXIT_FAILED_ROWS = 1
@@ -236,7 +237,7 @@ def run(
     in the envelope of OpenAI's Batch API, in the order of the input. A turn that cannot be
     generated becomes a row with an error; the run goes on.
     """
-    from whiflash_agents.batch import WhiFlashBatch
+    from whiflash_agents.batch import LocalRunner, WhiFlashBatch
     from whiflash_agents.settings import load_settings
 
     if not values["stop"]:
@@ -248,12 +249,8 @@ def run(
     except WhiFlashError as error:
         _fail(error, EXIT_USAGE)
     progress = _progress(quiet, output)
-    if settings.run.workers:
-        from whiflash_agents.workers.pool import EnginePool
-
-        batch = WhiFlashBatch(settings, runner=EnginePool, progress=progress)
-    else:
-        batch = WhiFlashBatch(settings, progress=progress)
+    runner = _start_pool if settings.run.workers else LocalRunner
+    batch = WhiFlashBatch(settings, runner=runner, progress=progress)
 
     failure: WhiFlashError | None = None
     with _interrupts(batch) as received:
@@ -303,6 +300,13 @@ def validate(traces: tuple[str, ...], format: str | None, quiet: bool) -> None:
     if not quiet:
         _print_validation(report)
     sys.exit(0 if report.ok else EXIT_USAGE)
+
+
+def _start_pool(spec: SessionSpec, settings: Settings) -> Runner:
+    """The Ray pool; Ray is imported only once the input has been found in order."""
+    from whiflash_agents.workers.pool import EnginePool
+
+    return EnginePool(spec, settings)
 
 
 def _fail(error: WhiFlashError, status: int) -> NoReturn:

@@ -15,6 +15,15 @@ from .session import EngineSession, SessionSpec, load_session
 ROWS_PER_SLOT = 2
 
 
+def refuse_workers(settings: Settings) -> None:
+    """Raise `SettingsError` if `settings` ask for workers, which only a pool provides."""
+    if settings.run.workers != 0:
+        raise SettingsError(
+            f"workers={settings.run.workers}, but this runner decodes in this process; "
+            "set workers to 0, or pass runner=whiflash_agents.workers.pool.EnginePool"
+        )
+
+
 class LocalRunner:
     """A `Runner` around one `EngineSession`; the engine runs inside `results`.
 
@@ -28,11 +37,7 @@ class LocalRunner:
         *,
         load: Callable[[SessionSpec], EngineSession] = load_session,
     ) -> None:
-        if settings.run.workers != 0:
-            raise SettingsError(
-                f"workers={settings.run.workers}, but this runner decodes in this process; "
-                "set workers to 0, or pass runner=whiflash_agents.workers.pool.EnginePool"
-            )
+        refuse_workers(settings)
         self._slots = spec.concurrency
         self._session: EngineSession | None = load(spec)
 

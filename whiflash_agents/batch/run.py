@@ -21,7 +21,7 @@ from whiflash_agents.traces import read_traces
 
 from .figures import RunFigures
 from .inputs import readable_twice
-from .local import LocalRunner
+from .local import LocalRunner, refuse_workers
 from .order import RowOrder
 from .plan import check_input, plan_rows
 from .progress import Progress, SilentProgress
@@ -46,6 +46,9 @@ class WhiFlashBatch:
             `whiflash_agents.workers.pool.EnginePool` (Ray actors).
         progress: is told how far the run is.
 
+    Raises:
+        SettingsError: workers are asked for and `runner` is left out.
+
     Attributes:
         figures: of the run that is going on, or of the last one.
         decoding: whether rows are being decoded, so that `stop` has an effect.
@@ -59,6 +62,8 @@ class WhiFlashBatch:
         progress: Progress | None = None,
     ) -> None:
         self.settings = settings or Settings()
+        if runner is LocalRunner:  # told here, not after a model was fetched
+            refuse_workers(self.settings)
         self.figures = RunFigures()
         self.decoding = False
         self._make_runner = runner

@@ -68,7 +68,7 @@ class SessionSpec:
     def of(cls, settings: Settings, model: ModelFiles) -> SessionSpec:
         """The session that `settings` ask for, with the weights found at `model`."""
         return cls(
-            path=model.path,
+            path=model.path.absolute(),  # an actor may stand in another folder
             name=model.name,
             chat_template=model.chat_template,
             response_template=model.response_template,
