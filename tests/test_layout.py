@@ -46,30 +46,22 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield name, path
 
 
-def imports(name: str, path: Path) -> Iterator[tuple[str, int, bool]]:
-    """(module imported, line, whether it is needed when the importing module is loaded)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def imports(name: str, path: Path) -> Iterator[tuple[str, int]]:
+    """(module imported, line), wherever the import stands: in functions and for types as well."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-
-    def walk(node: ast.AST, at_load: bool) -> Iterator[tuple[str, int, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                for alias in child.names:
-                    yield alias.name, child.lineno, at_load
-            elif isinstance(child, ast.ImportFrom):
-                base = child.module or ""
-                if child.level:
-                    parent = package.split(".")[: len(package.split(".")) - child.level + 1]
-                    base = ".".join([*parent, base]).strip(".")
-                yield base, child.lineno, at_load
-                for alias in child.names:  # `from package import module`
-                    if f"{base}.{alias.name}" in NAMES:
-                        yield f"{base}.{alias.name}", child.lineno, at_load
-            typing_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-            inner = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from walk(child, at_load and not inner and not typing_only)
-
-    yield from walk(tree, True)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base]).strip(".")
+            yield base, node.lineno
+            for alias in node.names:  # `from package import module`
+                if f"{base}.{alias.name}" in NAMES:
+                    yield f"{base}.{alias.name}", node.lineno
 
 
 MODULES = dict(modules())
@@ -88,7 +80,7 @@ def floor_of(name: str) -> int:
 def test_module_imports_only_from_its_own_floor_and_below(name: str) -> None:
     wrong = [
         f"{MODULES[name]}:{line}: {imported}"
-        for imported, line, _ in imports(name, MODULES[name])
+        for imported, line in imports(name, MODULES[name])
         if _inside(imported, "whiflash_agents")
         and imported != "whiflash_agents"
         and floor_of(imported) > floor_of(name)
@@ -101,7 +93,7 @@ def test_library_is_imported_on_its_own_floor_only(library: str) -> None:
     wrong = [
         f"{path}:{line}"
         for name, path in MODULES.items()
-        for imported, line, _ in imports(name, path)
+        for imported, line in imports(name, path)
         if _inside(imported, library) and not _inside(name, ONLY_IN[library])
     ]
     assert wrong == []
@@ -113,7 +105,7 @@ def test_the_engine_imports_no_other_floor_and_none_of_their_libraries() -> None
         f"{path}:{line}: {imported}"
         for name, path in MODULES.items()
         if _inside(name, "whiflash_agents.engine")
-        for imported, line, _ in imports(name, path)
+        for imported, line in imports(name, path)
         if imported.split(".")[0] not in allowed and not _inside(imported, "whiflash_agents.engine")
     ]
     assert wrong == []
@@ -123,7 +115,7 @@ def test_no_two_modules_import_each_other() -> None:
     graph = {
         name: {
             imported
-            for imported, _, _ in imports(name, path)
+            for imported, _ in imports(name, path)
             if imported in NAMES and imported != name and not _inside(name, imported)
         }
         for name, path in MODULES.items()
@@ -135,7 +127,7 @@ def test_no_two_modules_import_each_other() -> None:
 def test_the_checks_above_see_what_they_are_for(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("def f():\n    import ray\nfrom ..workers import pool\nfrom .. import chat\n")
-    seen = {imported for imported, _, _ in imports("whiflash_agents.batch.module", path)}
+    seen = {imported for imported, _ in imports("whiflash_agents.batch.module", path)}
     assert {"ray", "whiflash_agents.workers.pool", "whiflash_agents.chat"} <= seen
     assert floor_of("whiflash_agents.workers.pool") > floor_of("whiflash_agents.batch.plan")
 
