@@ -17,7 +17,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml  # sees the installed package
 
 clean:
 	rm -rf $(VENV) build *.egg-info

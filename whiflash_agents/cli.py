@@ -34,7 +34,7 @@ def main() -> None:
 
     \b
     whiflash-batch validate traces.jsonl
-    whiflash-batch run traces.jsonl -o rows.jsonl --router lookup
+    whiflash-batch run traces.jsonl -o rows.jsonl
     """
 
 
@@ -58,7 +58,7 @@ _RUN_SETTINGS = [
     _setting(
         "--router",
         metavar="NAME",
-        shown="none",
+        shown="lookup",
         help="How drafts are made: none (plain decoding) or lookup (drafts from the prompt, the "
         "output so far and the recorded turn). It never changes what is generated.",
     ),
@@ -198,7 +198,7 @@ def _run_settings(command: Any) -> Any:
 @main.command(
     epilog="""\b
 Examples:
-  whiflash-batch run traces.jsonl -o rows.jsonl --router lookup
+  whiflash-batch run traces.jsonl -o rows.jsonl
   whiflash-batch run traces.jsonl --workers 0 --max-tokens 64 --limit 2 | jq .whiflash.agreement
   zcat traces.jsonl.gz | whiflash-batch run - -o rows.jsonl --metrics run.json
 

@@ -105,7 +105,7 @@ class SamplingSection(_Section):
 class EngineSection(_Section):
     """How one engine decodes; none of it changes what is generated."""
 
-    router: str = Field(default="none", description=f"one of {', '.join(ROUTERS)}")
+    router: str = Field(default="lookup", description=f"one of {', '.join(ROUTERS)}")
     concurrency: int = Field(default=8, ge=1, description="sequences decoded at once, per engine")
     recorded_drafts: bool = Field(
         default=True, description="lookup also drafts from the recorded turn that a row replays"

@@ -36,7 +36,7 @@ POLL_SECONDS = 0.5  # how often a stop request is looked at while nothing finish
 class WhiFlashBatch:
     """Re-runs recorded agent traces.
 
-        batch = WhiFlashBatch(Settings.of(router="lookup", workers=0))
+        batch = WhiFlashBatch(Settings.of(workers=0))
         figures = batch.run(["traces.jsonl"], "rows.jsonl")
 
     Args:
