@@ -181,6 +181,12 @@ class WhiFlashEngine:
                 f"request {request.id!r}: prompt token {strange} is outside the target's "
                 f"vocabulary of {vocab_size}; was it made with another tokenizer?"
             )
+        strange = next((t for t in request.recorded_ids if not 0 <= t < vocab_size), None)
+        if strange is not None:
+            raise RequestError(
+                f"request {request.id!r}: recorded token {strange} is outside the target's "
+                f"vocabulary of {vocab_size}; was it made with another tokenizer?"
+            )
         if len(prompt) + params.max_tokens > self.target.max_context:
             raise ContextLengthError(
                 f"request {request.id!r}: {len(prompt)} prompt tokens + max_tokens "
@@ -233,28 +239,31 @@ class WhiFlashEngine:
         return len(self._scheduler.running)
 
     def generate(self, requests: Sequence[Request]) -> list[GenerationResult]:
-        """Run `requests` to their ends; results in the order of the requests."""
+        """Run `requests` to their ends; results in the order of the requests.
+
+        All or nothing: when one cannot be added, or a step fails, none of them stays behind.
+        """
         mine: deque[Event] = deque()
-        for request in requests:
-            self.add(request)
-            self._subscribers[request.id] = mine
+        added: list[str] = []
         results: dict[str, GenerationResult] = {}
         try:
+            for request in requests:
+                self._subscribe(request, mine)
+                added.append(request.id)
             while len(results) < len(requests):
                 self._run_step()
                 for event in _drain(mine):
                     if event.result is not None:
                         results[event.id] = event.result
         finally:
-            for request in requests:
-                del self._subscribers[request.id]
+            for request_id in added:
+                self._unsubscribe(request_id, mine)
         return [results[request.id] for request in requests]
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Run one request and yield its events; closing the iterator early aborts it."""
-        self.add(request)
         mine: deque[Event] = deque()
-        self._subscribers[request.id] = mine
+        self._subscribe(request, mine)
         finished = False
         try:
             while not finished:
@@ -264,10 +273,17 @@ class WhiFlashEngine:
                     finished = event.result is not None
                     yield event
         finally:
-            del self._subscribers[request.id]
-            if not finished and request.id in self._sequences:
-                self.abort(request.id)
-                self._unclaimed.pop()
+            self._unsubscribe(request.id, mine)
+
+    def _subscribe(self, request: Request, queue: deque[Event]) -> None:
+        """Queue a request whose events go to `queue`, the one with its result being the last."""
+        self.add(request)
+        self._subscribers[request.id] = queue
+
+    def _unsubscribe(self, request_id: str, queue: deque[Event]) -> None:
+        """Abort the request if it has not ended; by then its id may belong to another one."""
+        if self._subscribers.get(request_id) is queue:
+            self.abort(request_id)
 
     # The step --------------------------------------------------------------------------------
 
@@ -280,16 +296,18 @@ class WhiFlashEngine:
 
     def _run_step(self) -> None:
         started = time.perf_counter()
+        self._reserve()
         for sequence in self._scheduler.admit():
             if sequence.admitted_at is None:
                 sequence.admitted_at = started
                 for drafter in self.drafters.values():
                     drafter.open(sequence)
 
-        decoding = self._reserve([s for s in self._scheduler.running if s.is_decoding])
+        decoding = [s for s in self._scheduler.running if s.is_decoding]
         drafts = self._draft(decoding)
         batch = TargetBatch()
-        verified = self._pack_prompts(batch)
+        chunks = self._scheduler.prefill_chunks()
+        verified = self._pack_prompts(batch, chunks)
         verified += [
             self._pack_tree(batch, sequence, drafted)
             for sequence, drafted in zip(decoding, drafts, strict=True)
@@ -299,6 +317,10 @@ class WhiFlashEngine:
         before = time.perf_counter()
         output = self.target.forward(batch, self._cache)
         forward_seconds = time.perf_counter() - before
+        # Counted only now: after a forward that failed, nothing unwritten passes for a prefix.
+        for sequence, count in chunks:
+            sequence.num_cached += count
+            self.totals.positions_prefilled += count
 
         walks = verify(
             output.logits,
@@ -315,24 +337,30 @@ class WhiFlashEngine:
                 records.append((record, len(item.tree) / packed))
 
         seconds = time.perf_counter() - started
+        together = seconds - sum(r.catch_up_seconds + r.draft_seconds for r, _ in records)
         for record, share in records:
-            record.round_seconds = seconds * share
+            own = record.catch_up_seconds + record.draft_seconds
+            record.round_seconds = own + together * share
         self.totals.steps += 1
         self.totals.rounds += len(records)
         self.totals.step_seconds += seconds
         self.totals.forward_seconds += forward_seconds
         self.totals.preemptions = self._scheduler.num_preemptions
 
-    def _reserve(self, decoding: list[SequenceState]) -> list[SequenceState]:
-        """Room for this round's rows; what remains after preemptions."""
+    def _reserve(self) -> None:
+        """Room for the next rows of those that decode, before others are admitted to it."""
         nodes = self._scheduler.draft_nodes
-        for sequence in decoding:
+        for sequence in [s for s in self._scheduler.running if s.is_decoding]:
             self._scheduler.reserve(sequence, sequence.num_cached + 1 + nodes)
-        return [s for s in decoding if s.extent is not None]
 
     def _draft(self, decoding: list[SequenceState]) -> list[_Drafts]:
         """Steps 2 to 4: route, catch up, draft; one batched call per drafter that was chosen."""
         arms = self.router.route(decoding) if decoding else []
+        if strange := set(arms) - self.drafters.keys() - {NONE}:
+            raise WhiFlashError(
+                f"router {self.router.name!r} chose {', '.join(map(repr, sorted(strange)))}, which "
+                f"is not among its arms ({', '.join(self.router.arms)}) nor {NONE!r}"
+            )
         drafts = [
             _Drafts(DraftTree(s.tokens[-1]), arm) for s, arm in zip(decoding, arms, strict=True)
         ]
@@ -369,16 +397,23 @@ class WhiFlashEngine:
                 f"{max(tree.depths)} for request {sequence.id!r}; its limit was {most} nodes of "
                 f"depth {sequence.num_remaining - 1}"
             )
+        if not 0 <= min(tree.tokens) <= max(tree.tokens) < self.target.vocab_size:
+            raise WhiFlashError(
+                f"drafter {drafter!r} proposed tokens {min(tree.tokens)} to {max(tree.tokens)} for "
+                f"request {sequence.id!r}; the target's vocabulary has {self.target.vocab_size}"
+            )
         if tree.tokens[0] != sequence.tokens[-1]:
             raise WhiFlashError(
                 f"drafter {drafter!r} rooted its tree at token {tree.tokens[0]}, the last token of "
                 f"request {sequence.id!r} is {sequence.tokens[-1]}"
             )
 
-    def _pack_prompts(self, batch: TargetBatch) -> list[_Verified]:
+    def _pack_prompts(
+        self, batch: TargetBatch, chunks: Sequence[tuple[SequenceState, int]]
+    ) -> list[_Verified]:
         """Add the next chunks of prompts; those that end in this step yield their first token."""
         ending = []
-        for sequence, count in self._scheduler.prefill_chunks():
+        for sequence, count in chunks:
             assert sequence.extent is not None
             start = sequence.num_cached
             last = count == sequence.num_pending
@@ -388,12 +423,8 @@ class WhiFlashEngine:
                 range(start, start + count),
                 logits_from=count - 1 if last else None,
             )
-            self.totals.positions_prefilled += count
             if last:
-                sequence.num_cached += count - 1  # the root is counted when it is committed
                 ending.append(_Verified(sequence, DraftTree(sequence.tokens[-1]), first_row))
-            else:
-                sequence.num_cached += count
         return ending
 
     def _pack_tree(self, batch: TargetBatch, sequence: SequenceState, drafts: _Drafts) -> _Verified:
@@ -448,7 +479,8 @@ class WhiFlashEngine:
 
         result = None
         if finish_reason is not None:
-            self._scheduler.finish(sequence)
+            # What led to logits that admit no token is not worth building on.
+            self._scheduler.finish(sequence, keep=finish_reason != "error")
             result = self._result(sequence, finish_reason, outcome.stop_reason, error)
         self._deliver(Event(sequence.id, kept, text, result))
         return record
@@ -482,6 +514,8 @@ class WhiFlashEngine:
 
     def _deliver(self, event: Event) -> None:
         queue = self._subscribers.get(event.id)
+        if event.result is not None:
+            self._subscribers.pop(event.id, None)
         (self._unclaimed if queue is None else queue).append(event)
 
 
@@ -491,9 +525,15 @@ def _drain(queue: deque[Event]) -> Iterator[Event]:
 
 
 def _free_memory() -> int:
-    """Free physical memory in bytes; 8 GiB where the system does not tell."""
+    """Available physical memory in bytes; 8 GiB where the system does not tell."""
     import os
 
+    try:
+        # Unlike SC_AVPHYS_PAGES this counts the page cache, which a model just read has filled.
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable:")) << 10
+    except (OSError, StopIteration, ValueError):
+        pass
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -101,18 +101,19 @@ class KVCache:
     def defragment(self, lengths: dict[int, int], *, last: Extent | None = None) -> None:
         """Pack all extents to the front, so that the free positions form one gap behind them.
 
-        `lengths[id(extent)]` is how many of an extent's positions hold data worth moving. `last`
-        is put behind the others, so that it can grow into the gap.
+        `lengths[id(extent)]` is how many of an extent's positions hold data worth moving; every
+        extent needs an entry, since what is not moved is lost. `last` is put behind the others, so
+        that it can grow into the gap.
         """
         parked = None
         if last is not None:
-            n = lengths.get(id(last), 0)
+            n = lengths[id(last)]
             parked = [a.narrow(2, last.start, n).clone() for a in (self._keys, self._values)]
             self.free(last)
         cursor = 0
         for extent in self._extents:
             if extent.start != cursor:
-                self._move(extent.start, cursor, lengths.get(id(extent), 0))
+                self._move(extent.start, cursor, lengths[id(extent)])
                 extent.start = cursor
             cursor = extent.end
         if last is not None and parked is not None:

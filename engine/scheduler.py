@@ -25,9 +25,11 @@ _MAX_RETAINED = 64  # finished prefixes kept; the arena's size usually binds fir
 
 @dataclass(slots=True, eq=False)
 class Retained:
-    """Keys and values that a finished sequence left behind: `tokens[i]` is at position i."""
+    """Keys and values that a finished sequence left behind: `tokens[i]` is at position i, and the
+    first `num_prompt` were its prompt."""
 
     tokens: list[int]
+    num_prompt: int
     extent: Extent
 
 
@@ -88,13 +90,15 @@ class Scheduler:
             )
         self.waiting.append(sequence)
 
-    def finish(self, sequence: SequenceState) -> None:
-        """A running sequence ended: keep what it computed for prompts that begin alike."""
+    def finish(self, sequence: SequenceState, *, keep: bool = True) -> None:
+        """A running sequence ended: with `keep`, retain what it computed for prompts that begin
+        alike."""
         self.running.remove(sequence)
         assert sequence.extent is not None
-        if self.prefix_reuse:
+        if self.prefix_reuse and keep and sequence.num_cached:
             kept = sequence.tokens[: sequence.num_cached]
-            self._retained.append(Retained(kept, sequence.extent))
+            num_prompt = min(sequence.num_prompt, len(kept))
+            self._retained.append(Retained(kept, num_prompt, sequence.extent))
             if len(self._retained) > _MAX_RETAINED:
                 self._evict()
         else:
@@ -120,12 +124,13 @@ class Scheduler:
             if self._must_wait(sequence):
                 index += 1
                 continue
+            if self._wanted(sequence) > self._obtainable():
+                break  # no room: later, smaller ones must not starve it
             source = self._find_source(sequence)
             if source is None:
                 index += 1
                 continue
-            if not self._place(sequence, source):
-                break  # no room: later, smaller ones must not starve it
+            self._place(sequence, source)
             del self.waiting[index]
             self.running.append(sequence)
             admitted.append(sequence)
@@ -165,39 +170,46 @@ class Scheduler:
             return None
         return best
 
-    def _place(self, sequence: SequenceState, source: Source) -> bool:
-        """Give the sequence an extent that begins with the source's keys and values."""
-        wanted = len(sequence.tokens) + self.draft_nodes + min(sequence.num_remaining, _RESERVE)
-        retained = source.retained
-        # Cropping a retained prefix loses its tail, which another prompt may want: take it over
-        # only where most of it is used, or where there is no room for a copy.
-        if retained is not None and source.length * 2 >= len(retained.tokens):
-            return self._take_over(sequence, retained, source.length, wanted)
-        extent = self._allocate(wanted, keep=retained)
-        if extent is None:
-            if retained is not None:
-                return self._take_over(sequence, retained, source.length, wanted)
-            return False
-        origin = retained.extent if retained is not None else None
-        if source.running is not None:
-            origin = source.running.extent
-        if origin is not None:
-            self.cache.copy(origin, extent, 0, source.length)
-        if retained is not None:
-            self._touch(retained)
-        self._start(sequence, extent, source.length)
-        return True
+    def _wanted(self, sequence: SequenceState) -> int:
+        """Positions to start with: the prompt, a round's drafts, and some of the output."""
+        return len(sequence.tokens) + self.draft_nodes + min(sequence.num_remaining, _RESERVE)
 
-    def _take_over(
-        self, sequence: SequenceState, retained: Retained, length: int, wanted: int
-    ) -> bool:
-        self._retained.remove(retained)
-        extent = self._widen(retained.extent, length, wanted)
-        if extent is None:
-            self._retained.append(retained)
-            return False
-        self._start(sequence, extent, length)
-        return True
+    def _obtainable(self) -> int:
+        """Positions that are free once every retained prefix is dropped or taken over."""
+        return self.cache.free_positions + sum(r.extent.capacity for r in self._retained)
+
+    def _place(self, sequence: SequenceState, source: Source) -> None:
+        """Give the sequence an extent that begins with the source's keys and values.
+
+        The caller has made sure that there is room (`_obtainable`).
+        """
+        wanted, retained = self._wanted(sequence), source.retained
+        if retained is not None and self._may_take_over(retained, source.length, wanted):
+            self._retained.remove(retained)
+            extent = self._widen(retained.extent, source.length, wanted)
+            assert extent is not None
+        else:
+            extent = self._allocate(wanted, keep=retained)
+            assert extent is not None
+            origin = source.running or retained
+            if origin is not None:
+                assert origin.extent is not None
+                self.cache.copy(origin.extent, extent, 0, source.length)
+            if retained is not None:
+                self._touch(retained)
+        self._start(sequence, extent, source.length)
+
+    def _may_take_over(self, retained: Retained, length: int, wanted: int) -> bool:
+        """Whether a prompt may build on `retained` itself rather than on a copy, which crops it.
+
+        A prompt that goes on where the retained one ended is its next turn (a template may write
+        the last few tokens differently then). One that only begins alike gets a copy while there is
+        room, because the retained one may go on, too.
+        """
+        rest = retained.num_prompt - length
+        if rest < _WORTH_WAITING and rest <= length:
+            return True
+        return wanted > self._obtainable() - retained.extent.capacity
 
     def _start(self, sequence: SequenceState, extent: Extent, reused: int) -> None:
         sequence.extent = extent
@@ -278,14 +290,16 @@ class Scheduler:
     # The step --------------------------------------------------------------------------------
 
     def prefill_chunks(self) -> list[tuple[SequenceState, int]]:
-        """Prompt tokens to compute in this step: (sequence, count), oldest sequences first."""
+        """Tokens to compute in this step beside the rounds: (sequence, count), in the order in
+        which the sequences started."""
         budget = self.prefill_chunk
         chunks = []
         for sequence in self.running:
             if budget == 0:
                 break
             if not sequence.is_decoding:
-                count = min(sequence.num_pending, budget)
+                # The last token of one that was preempted enters with a round, not with a chunk.
+                count = min(sequence.num_pending - (sequence.num_output > 0), budget)
                 chunks.append((sequence, count))
                 budget -= count
         return chunks

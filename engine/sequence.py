@@ -67,12 +67,15 @@ class SequenceState:
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int], limit: int | None = None) -> int:
-    """Length of the longest common beginning, by comparing slices (at C speed) in a bisection."""
-    high = min(len(a), len(b)) if limit is None else min(len(a), len(b), limit)
-    if a[:high] == b[:high]:
-        return high
-    low = 0  # a[:low] == b[:low] and a[:high] != b[:high]
-    while high - low > 1:
+    """Length of the longest common beginning, at a cost in proportion to it: slices (compared at C
+    speed) that double until one differs, and a bisection inside that one."""
+    end = min(len(a), len(b)) if limit is None else min(len(a), len(b), limit)
+    low, high = 0, min(16, end)
+    while a[low:high] == b[low:high]:
+        if high == end:
+            return end
+        low, high = high, min(2 * high, end)
+    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
             low = middle

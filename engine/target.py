@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from .attention import NAME, AttentionPlan, LayerShape, PackedRow, Probe, attend
-from .errors import ModelNotFoundError, UnsupportedTargetError
+from .errors import CheckpointError, ModelNotFoundError, SettingsError, UnsupportedTargetError
 from .kv_cache import KVCache
 
 # Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
 _CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(slots=True)
@@ -108,7 +110,9 @@ class Target:
 
         self._refuse_uncroppable()
         self.max_context: int = self.config.max_position_embeddings
-        reference_ids = torch.arange(1, 13, device=self.device)[None] % self.vocab_size
+        # Without the padding token: its embedding may be zero, and so may then be its logits.
+        known = [t for t in range(1, 14) if t != self.config.pad_token_id][:12]
+        reference_ids = torch.tensor([known], device=self.device) % self.vocab_size
         with torch.inference_mode():
             reference = model(input_ids=reference_ids, use_cache=False).logits[0].float()
         _register_attention()
@@ -125,20 +129,40 @@ class Target:
         """Load a local Hugging Face folder or a hub name. No code of the checkpoint is executed.
 
         Raises:
-            ModelNotFoundError: there is no such model, or it cannot be read.
+            ModelNotFoundError: there is no such model.
+            CheckpointError: its weights are damaged, incomplete, or of other shapes than its config
+                says.
+            SettingsError: `dtype` is none of bfloat16, float16, float32.
             UnsupportedTargetError: the engine cannot drive it.
         """
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
+        if dtype not in _DTYPES:
+            raise SettingsError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=getattr(torch, dtype), trust_remote_code=False
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=getattr(torch, dtype),
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
                 f"target {str(path)!r} cannot be loaded: {error}. Give a folder with config.json "
                 "and safetensors, or the name of a model that transformers supports"
             ) from error
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the weights of target {str(path)!r} cannot be read: {error}. They are damaged or "
+                "belong to another config.json; fetch or convert the model again"
+            ) from error
+        # transformers fills these with random numbers and goes on.
+        if missing := sorted(report["missing_keys"]):
+            raise CheckpointError(
+                f"target {str(path)!r} lacks {len(missing)} weights, the first being "
+                f"{missing[0]!r}; fetch or convert the model again"
+            )
         return cls(model.to(device), name=name or Path(path).name)
 
     # Running ---------------------------------------------------------------------------------
@@ -186,8 +210,8 @@ class Target:
         )
         features = {}
         if self.capture_layers:
-            states = output.hidden_states
-            features = {i: s[0] for i, s in zip(self.capture_layers, states, strict=True)}
+            # One entry per hidden state there is; those that were not asked for are None.
+            features = {layer: output.hidden_states[layer][0] for layer in self.capture_layers}
         hidden, self._hidden = self._hidden, None
         assert hidden is not None  # the hook ran: `_check_against` would have failed at load
         return TargetOutput(output.logits[0], hidden[0], features)

@@ -161,18 +161,20 @@ class LookupDrafter:
         recorded = None
         if sequence.request.recorded_ids:
             recorded = SuffixIndex()
-            recorded.extend(sequence.tokens[max(0, sequence.num_prompt - _LONGEST) :])
+            tail = slice(max(0, sequence.num_prompt - _LONGEST), sequence.num_prompt)
+            recorded.extend(sequence.tokens[tail])
             recorded.extend(sequence.request.recorded_ids)
         self._states[sequence.id] = _State(SuffixIndex(), recorded, min(8, self.max_tokens), [])
 
     def close(self, sequence: SequenceState) -> None:
         del self._states[sequence.id]
-        output = sequence.output_ids
-        if self.shared_tokens and output:
-            if len(self._young) + len(output) > self.shared_tokens // 2:
+        if self.shared_tokens and sequence.num_output:
+            half = self.shared_tokens // 2
+            row = sequence.tokens[max(0, sequence.num_prompt - _LONGEST) :]
+            row = [_SEPARATOR, *row][:half]
+            if len(self._young) + len(row) > half:
                 self._old, self._young = self._young, SuffixIndex()
-            tail = sequence.tokens[max(0, sequence.num_prompt - _LONGEST) : sequence.num_prompt]
-            self._young.extend([_SEPARATOR, *tail, *output])
+            self._young.extend(row)
 
     def backlog(self, sequence: SequenceState) -> int:
         return len(sequence.tokens) - len(self._states[sequence.id].own)
@@ -234,6 +236,9 @@ class LookupDrafter:
             # A short match is weak evidence, so its draft is short whatever went well before.
             reach = min(depth, state.length, 2 - 2 * negative_length)
             path = source.tokens[after : after + reach]
+            if source is state.own and len(path) < reach:
+                # The match overlaps the end: the text repeats itself, with this period.
+                path = (path * (reach // len(path) + 1))[:reach]
             if _SEPARATOR in path:
                 path = path[: path.index(_SEPARATOR)]
             if path:
