@@ -193,6 +193,15 @@ class WhiFlashEngine:
                 f"{params.max_tokens} exceed the target's context of {self.target.max_context}; "
                 "shorten the prompt or lower max_tokens"
             )
+        # Drafts count for every router: what is refused must not depend on how it is drafted.
+        most = len(prompt) + params.max_tokens + self.settings.max_draft_nodes
+        if most > self._cache.positions:
+            raise ContextLengthError(
+                f"request {request.id!r} needs up to {most} KV positions ({len(prompt)} prompt + "
+                f"{params.max_tokens} max_tokens + {self.settings.max_draft_nodes} "
+                f"max_draft_nodes), the KV cache has {self._cache.positions}; lower max_tokens or "
+                "raise kv_tokens"
+            )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = SequenceState(
             request=request,

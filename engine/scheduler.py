@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .errors import ContextLengthError
 from .kv_cache import Extent, KVCache
 from .sequence import SequenceState, common_prefix_length
 
@@ -75,19 +74,7 @@ class Scheduler:
     # In and out ------------------------------------------------------------------------------
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue a sequence.
-
-        Raises:
-            ContextLengthError: it could not run even alone.
-        """
-        most = sequence.num_prompt + sequence.request.sampling.max_tokens + self.draft_nodes
-        if most > self.cache.positions:
-            raise ContextLengthError(
-                f"request {sequence.id!r} needs up to {most} KV positions ({sequence.num_prompt} "
-                f"prompt + {sequence.request.sampling.max_tokens} max_tokens + {self.draft_nodes} "
-                f"drafts), the KV cache has {self.cache.positions}; lower max_tokens or raise "
-                "kv_tokens"
-            )
+        """Queue a sequence. Alone, with all its output and a round's drafts, it must fit."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: SequenceState, *, keep: bool = True) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
+
 from whiflash_agents.engine.errors import RequestError
 from whiflash_agents.engine.noise import (
     fold_seed,

@@ -368,6 +368,14 @@ def test_what_cannot_fit_is_refused_at_once_and_leaves_nothing_behind() -> None:
     assert run(engine)["a"].token_ids == plain(request)
 
 
+def test_what_fits_does_not_depend_on_the_router() -> None:
+    for router in ("none", "lookup"):
+        engine = build(router, kv_tokens=256, max_draft_nodes=32)
+        with pytest.raises(ContextLengthError, match="needs up to 257 KV positions"):
+            engine.add(ask("a", text(1, 200), 25))
+        engine.add(ask("a", text(1, 200), 24))
+
+
 def test_a_request_may_fill_the_context_to_its_last_position() -> None:
     request = ask("a", text(1, 480), 32)
     result = build("lookup", kv_tokens=1024, prefill_chunk=512).generate([request])[0]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
+
 from whiflash_agents.engine.errors import RequestError
 from whiflash_agents.engine.request import SamplingParams
 from whiflash_agents.engine.stopping import StopChecker, StopOutcome
