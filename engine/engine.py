@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -164,10 +165,18 @@ class WhiFlashEngine:
 
         Raises:
             ContextLengthError: prompt and `max_tokens` exceed the target's context or the KV cache.
-            RequestError: an id in use, an empty prompt, or parameters that cannot be honoured.
+            RequestError: an id in use, an empty prompt, tokens outside the vocabulary, parameters
+                that cannot be honoured.
         """
         params = request.sampling
-        prompt = list(request.prompt_ids)
+        try:  # tensors and arrays hold no Python ints
+            prompt = list(map(index, request.prompt_ids))
+            recorded = list(map(index, request.recorded_ids))
+        except TypeError as error:
+            raise RequestError(
+                f"request {request.id!r}: prompt_ids and recorded_ids must be flat sequences of "
+                f"integers: {error}"
+            ) from error
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already in use; ids must be unique")
         if not prompt:
@@ -175,18 +184,13 @@ class WhiFlashEngine:
                 f"request {request.id!r} has an empty prompt; give it a token or more"
             )
         vocab_size = self.target.vocab_size
-        strange = next((t for t in prompt if not 0 <= t < vocab_size), None)
-        if strange is not None:
-            raise RequestError(
-                f"request {request.id!r}: prompt token {strange} is outside the target's "
-                f"vocabulary of {vocab_size}; was it made with another tokenizer?"
-            )
-        strange = next((t for t in request.recorded_ids if not 0 <= t < vocab_size), None)
-        if strange is not None:
-            raise RequestError(
-                f"request {request.id!r}: recorded token {strange} is outside the target's "
-                f"vocabulary of {vocab_size}; was it made with another tokenizer?"
-            )
+        for source, tokens in (("prompt", prompt), ("recorded", recorded)):
+            strange = next((t for t in tokens if not 0 <= t < vocab_size), None)
+            if strange is not None:
+                raise RequestError(
+                    f"request {request.id!r}: {source} token {strange} is outside the target's "
+                    f"vocabulary of {vocab_size}; was it made with another tokenizer?"
+                )
         if len(prompt) + params.max_tokens > self.target.max_context:
             raise ContextLengthError(
                 f"request {request.id!r}: {len(prompt)} prompt tokens + max_tokens "

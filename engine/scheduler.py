@@ -173,7 +173,7 @@ class Scheduler:
         wanted, retained = self._wanted(sequence), source.retained
         if retained is not None and self._may_take_over(retained, source.length, wanted):
             self._retained.remove(retained)
-            extent = self._widen(retained.extent, source.length, wanted)
+            extent = self._widen(retained.extent, source.length, wanted, wanted)
             assert extent is not None
         else:
             extent = self._allocate(wanted, keep=retained)
@@ -212,8 +212,12 @@ class Scheduler:
         The youngest sequence is preempted first; that may be `sequence` itself, whose `extent` is
         None afterwards.
         """
+        most = len(sequence.tokens) + sequence.num_remaining + self.draft_nodes
+        # Moving costs in proportion to the length, so one that moves takes half as much again: what
+        # an output moves in all stays in proportion to its length.
+        ample = min(most, positions + max(_RESERVE, positions // 2))
         while sequence.extent is not None:
-            extent = self._widen(sequence.extent, sequence.num_cached, positions)
+            extent = self._widen(sequence.extent, sequence.num_cached, positions, ample)
             if extent is not None:
                 sequence.extent = extent
                 return
@@ -228,10 +232,15 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
 
-    def _widen(self, extent: Extent, used: int, positions: int) -> Extent | None:
-        """`extent` with room for `positions`, moved if it must be; None when nothing helps."""
+    def _widen(self, extent: Extent, used: int, positions: int, ample: int) -> Extent | None:
+        """`extent` with room for `positions`; None when nothing helps.
+
+        If it must be moved, it gets room for `ample`, where that is free.
+        """
         while not self.cache.grow(extent, positions):
-            wider = self.cache.allocate(positions)
+            wider = self.cache.allocate(ample)
+            if wider is None and ample > positions:
+                wider = self.cache.allocate(positions)
             if wider is not None:
                 self.cache.copy(extent, wider, 0, used)
                 self.cache.free(extent)

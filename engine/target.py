@@ -109,7 +109,7 @@ class Target:
         self._hidden: Tensor | None = None
 
         self._refuse_uncroppable()
-        self.max_context: int = self.config.max_position_embeddings
+        self.max_context = _max_context(self.config)
         # Without the padding token: its embedding may be zero, and so may then be its logits.
         known = [t for t in range(1, 14) if t != self.config.pad_token_id][:12]
         reference_ids = torch.tensor([known], device=self.device) % self.vocab_size
@@ -303,6 +303,20 @@ def _register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+
+
+def _max_context(config: Any) -> int:
+    """Positions the model is made for, as far as its rotary frequencies stay the same.
+
+    LongRoPE takes others beyond a length: for the whole forward, whoever is in it, and not for the
+    keys cached before. So the context ends there.
+    """
+    limits = [config.max_position_embeddings]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):  # of all layers, or by kind of layer
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            limits.append(parameters["original_max_position_embeddings"])
+    return min(limits)
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

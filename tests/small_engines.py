@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import tiny
+import torch
 
+from whiflash_agents.engine import kv_cache
+from whiflash_agents.engine.attention import PackedRow
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
 from whiflash_agents.engine.sequence import SequenceState
+from whiflash_agents.engine.target import TargetBatch
 
 
 def build(router: Any = "none", drafters: Any = None, **options: Any) -> WhiFlashEngine:
@@ -57,6 +62,35 @@ def assert_idle(engine: WhiFlashEngine) -> None:
     assert (engine.num_running, engine.num_waiting) == (0, 0)
     assert engine._subscribers == {}
     assert engine.step() == []
+
+
+def assert_arena_is_sound(engine: WhiFlashEngine) -> None:
+    """Nobody shares positions, and what is said to be cached is what the tokens really give."""
+    plan = engine._scheduler
+    holders = [(s.extent, s.tokens[: s.num_cached]) for s in plan.running]
+    holders += [(r.extent, r.tokens) for r in plan._retained]
+    assert sorted(id(e) for e, _ in holders) == sorted(id(e) for e in engine._cache._extents)
+    spans = sorted((e.start, e.end) for e, _ in holders if e is not None)
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    for extent, tokens in holders:
+        assert extent is not None
+        assert len(tokens) <= extent.capacity
+        if not tokens:
+            continue
+        fresh = engine.target.new_cache(len(tokens) + kv_cache.GRANULE)
+        batch = TargetBatch()
+        batch.add(PackedRow(0, 0, len(tokens)), tokens, range(len(tokens)), logits_from=None)
+        engine.target.forward(batch, fresh)
+        arenas = zip(
+            (*engine._cache.keys, *engine._cache.values), (*fresh.keys, *fresh.values), strict=True
+        )
+        for got, wanted in arenas:
+            torch.testing.assert_close(
+                got.narrow(1, extent.start, len(tokens)),
+                wanted.narrow(1, 0, len(tokens)),
+                atol=1e-3,
+                rtol=1e-3,
+            )
 
 
 class AlternatingRouter:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -35,6 +36,8 @@ from whiflash_agents.engine.target import Target, TargetBatch, TargetOutput
         (ask("a", [-1, 5]), "prompt token -1 is outside"),
         (Request("a", [5], SamplingParams(), [3, 96]), "recorded token 96 is outside"),
         (Request("a", [5], SamplingParams(), [-1]), "recorded token -1 is outside"),
+        (ask("a", [5, 6.0]), "must be flat sequences of integers"),
+        (Request("a", [5], SamplingParams(), [[5, 6]]), "must be flat sequences of integers"),
         (ask("a", stop_token_ids=[96]), "stop_token_ids names token 96"),
         (ask("a", logit_bias={96: 1.0}), "logit_bias names token 96"),
     ],
@@ -73,6 +76,16 @@ def test_the_callers_prompt_is_not_changed() -> None:
     request = ask("a")
     build().generate([request])
     assert request.prompt_ids == [5, 6, 7]
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_token_ids_may_come_as_a_tensor_or_an_array(kind: Any) -> None:
+    wanted = plain(ask("a", max_tokens=20))
+    request = Request("a", kind([5, 6, 7]), ask("a", max_tokens=20).sampling, kind(wanted))
+    result = build("lookup").generate([request])[0]
+    assert result.token_ids == wanted
+    assert {type(t) for t in result.token_ids} == {int}
+    assert result.stats.num_accepted_draft_tokens > 10
 
 
 @pytest.mark.parametrize(

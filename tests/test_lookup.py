@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import time
 from collections.abc import Sequence
 
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from whiflash_agents.engine.draft_tree import DraftTree
 from whiflash_agents.engine.drafters.base import DraftLimit
-from whiflash_agents.engine.drafters.lookup import LookupDrafter, SuffixIndex, suffix_hashes
+from whiflash_agents.engine.drafters.lookup import LookupDrafter
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.engine.request import Request, SamplingParams
@@ -23,7 +21,6 @@ from whiflash_agents.engine.sampling import Sampler
 from whiflash_agents.engine.sequence import SequenceState
 from whiflash_agents.engine.stopping import StopChecker
 
-ORDERS = (16, 8, 4, 2)
 FAR = DraftLimit(depth=1000, nodes=1000)
 
 
@@ -75,96 +72,6 @@ def finish(drafter: LookupDrafter, prompt: Sequence[int], output: Sequence[int],
     state = sequence(prompt, output, key=key)
     drafter.open(state)
     drafter.close(state)
-
-
-# The index ---------------------------------------------------------------------------------------
-
-
-def found_by_brute_force(text: list[int], tail: list[int]) -> list[tuple[int, int]]:
-    """For each order, the last place where the tail's end occurs; the text's own end is none."""
-    places: list[int] = []
-    last = len(text) - 2  # nothing follows the last token yet
-    for order in ORDERS:
-        if order <= len(tail):
-            ends = range(last, order - 2, -1)
-            at = next((e for e in ends if text[e - order + 1 : e + 1] == tail[-order:]), None)
-            if at is not None and at not in places:
-                places.append(at)
-    out = []
-    for at in places:
-        length = 0
-        while length < min(at + 1, len(tail), 32) and text[at - length] == tail[-1 - length]:
-            length += 1
-        out.append((length, at + 1))
-    return out
-
-
-# Both sides of the length from which a piece is indexed in bulk.
-lengths = st.lists(st.sampled_from([0, 1, 2, 17, 63, 64, 65, 90]), max_size=5)
-
-
-@given(
-    seed=st.integers(0, 10_000),
-    words=st.integers(2, 5),
-    lengths=lengths,
-    tail=st.none() | st.lists(st.integers(0, 4), min_size=1, max_size=40),
-)
-def test_matches_are_the_latest_places_of_the_longest_suffixes(
-    seed: int, words: int, lengths: list[int], tail: list[int] | None
-) -> None:
-    index, text = SuffixIndex(), []
-    draw = random.Random(seed)
-    for length in lengths:
-        piece = draw.choices(range(words), k=length)
-        index.extend(piece)
-        text += piece
-    assert index.tokens == text
-    end = text if tail is None else tail
-    got = list(index.matches(suffix_hashes(end, len(end)), end))
-    assert got == found_by_brute_force(text, end)
-
-
-@given(seed=st.integers(0, 10_000), words=st.integers(2, 500), lengths=lengths)
-def test_it_does_not_matter_in_how_many_pieces_a_text_came(
-    seed: int, words: int, lengths: list[int]
-) -> None:
-    text = random.Random(seed).choices(range(words), k=sum(lengths))
-    singly, pieces = SuffixIndex(), SuffixIndex()
-    for token in text:
-        singly.extend([token])
-    for end in itertools.accumulate(lengths):
-        pieces.extend(text[len(pieces) : end])
-    assert singly.tokens == pieces.tokens
-    assert singly._tables == pieces._tables
-
-
-def test_a_hash_collision_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = SuffixIndex()
-    index.extend([1, 2, 3, 4, 5])
-    tail = [7, 8]
-    codes = dict(suffix_hashes([2, 3], 2))
-    assert list(index.matches(list(codes.items()), tail)) == []
-    assert list(index.matches(list(codes.items()), [2, 3])) == [(2, 3)]
-
-
-def test_adding_and_finding_cost_the_same_whatever_the_length_of_the_text() -> None:
-    def seconds(length: int) -> float:
-        drafter = LookupDrafter(shared_tokens=0)
-        # Few distinct words, so that there is something to find at every step.
-        state = sequence([(i * i) % 97 for i in range(length)])
-        drafter.open(state)
-        drafter.catch_up([state])
-        started = time.perf_counter()
-        for i in range(1000):
-            state.tokens.append((i * i) % 97)
-            drafter.catch_up([state])
-            drafter.draft([state], [FAR])
-        return time.perf_counter() - started
-
-    short = min(seconds(1_000) for _ in range(3))
-    long = min(seconds(100_000) for _ in range(3))
-    assert long < 5 * short
-    assert short < 1.0
 
 
 # Sources -----------------------------------------------------------------------------------------
@@ -425,6 +332,29 @@ def test_a_lagging_sequence_catches_up_on_all_it_missed() -> None:
     assert drafter.backlog(state) == 16
     assert drafted(drafter, state)[:5] == PHRASE[5:]
     assert drafter.backlog(state) == 0
+
+
+# What it costs -----------------------------------------------------------------------------------
+
+
+def test_adding_and_finding_cost_the_same_whatever_the_length_of_the_text() -> None:
+    def seconds(length: int) -> float:
+        drafter = LookupDrafter(shared_tokens=0)
+        # Few distinct words, so that there is something to find at every step.
+        state = sequence([(i * i) % 97 for i in range(length)])
+        drafter.open(state)
+        drafter.catch_up([state])
+        started = time.perf_counter()
+        for i in range(1000):
+            state.tokens.append((i * i) % 97)
+            drafter.catch_up([state])
+            drafter.draft([state], [FAR])
+        return time.perf_counter() - started
+
+    short = min(seconds(1_000) for _ in range(3))
+    long = min(seconds(100_000) for _ in range(3))
+    assert long < 5 * short
+    assert short < 1.0
 
 
 # In the engine -----------------------------------------------------------------------------------

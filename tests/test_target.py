@@ -309,3 +309,27 @@ def test_without_capture_layers_no_hidden_state_is_kept(architecture: str) -> No
     output = target.forward(one_row(0, text(67, 5), 0), target.new_cache(64))
     assert output.features == {}
     assert kept == [None]
+
+
+def test_the_context_ends_where_longrope_would_change_the_frequencies_of_all_sequences() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    config = transformers.Phi3Config(
+        **SIZES, original_max_position_embeddings=32, rope_parameters=rope
+    )
+    torch.manual_seed(9)
+    net = causal(config).eval()
+    texts = [text(70, 32), text(71, 5)]
+    wanted = [plain_logits(net, tokens) for tokens in texts]
+    beyond = plain_logits(net, text(72, 33))
+    assert not torch.allclose(plain_logits(net, text(72, 33)[:32]), beyond[:32], atol=1e-3)
+    target = Target(net)
+    assert target.max_context == 32 < config.max_position_embeddings
+    got = Sequences(target, [32, 5]).forward(dict(enumerate(texts)))
+    for which, logits in enumerate(wanted):
+        assert_close(got[which], logits)

