@@ -1,30 +1,39 @@
-"""Replay recorded traces with every drafter: same tokens, each position prefilled once.
+"""Replay recorded traces with every drafter at once: same tokens, each position prefilled once.
 
-    python benchmarks/replay.py ../shared/data/traces/tau_airline.json --limit 20
+    python benchmarks/replay.py ../shared/data/traces/tau_airline.json --limit 20 --shards 2
 
-Prints rows, speed and acceptance per arm, the ratio of positions prefilled to distinct prompt
-positions, and whether the arms' token ids are identical.
+Every row is generated three times in one engine, interleaved: plainly, with `lookup`, and with
+`lookup` that also knows the recorded turn. The arms share prefilled prompts, as any two rows do.
+`--shards` splits the traces over processes with one thread each. Prints, per shard and in all, the
+rows, the acceptance per arm, whether token ids are identical, and positions prefilled per distinct
+prompt position.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from whiflash_agents.batch import WhiFlashBatch
 from whiflash_agents.batch.plan import plan_rows
-from whiflash_agents.chat import Chat
 from whiflash_agents.models import resolve_model
-from whiflash_agents.settings import Settings
-from whiflash_agents.traces import Message, read_traces
+from whiflash_agents.traces import Message, Trace, read_traces
 
-ARMS: dict[str, dict[str, Any]] = {
-    "none": {"router": "none"},
-    "lookup": {"router": "lookup", "recorded_drafts": False},
-    "lookup + recorded": {"router": "lookup", "recorded_drafts": True},
-}
+ARMS = ("none", "lookup", "recorded")
+
+
+class RouterByRequest:
+    """The arm stands in the request's id, behind a bar."""
+
+    name = "by request"
+    arms = ("lookup", "recorded")
+
+    def route(self, sequences: Sequence[Any]) -> list[str]:
+        return [s.id.rpartition("|")[2] for s in sequences]
 
 
 def main() -> None:
@@ -34,72 +43,130 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("-o", "--output", help="write the figures as JSON")
     args = parser.parse_args()
 
-    distinct = distinct_positions(args)
-    figures: dict[str, Any] = {}
-    outputs: dict[str, dict[str, list[int]]] = {}
-    for arm, options in ARMS.items():
-        settings = Settings.of(
-            workers=0,
-            target=args.target,
-            limit=args.limit,
-            max_tokens=args.max_tokens,
-            dtype=args.dtype,
-            concurrency=args.concurrency,
-            **options,
-        )
-        batch = WhiFlashBatch(settings)
-        rows = list(batch.rows(args.traces))
-        outputs[arm] = {r["custom_id"]: r["whiflash"]["token_ids"] for r in rows if not r["error"]}
-        (engine,) = (e["engine"] for e in batch.figures.engines)
-        rounds = sum(
-            r["whiflash"]["speculative_decoding"]["num_spec_steps"] for r in rows if not r["error"]
-        )
-        tokens = sum(map(len, outputs[arm].values()))
-        figures[arm] = {
-            "rows": len(rows),
-            "failed": [f"{r['custom_id']}: {r['error']['message']}" for r in rows if r["error"]],
-            "seconds": round(batch.figures.running_seconds, 1),
-            "tokens": tokens,
-            "tokens_per_second": round(tokens / batch.figures.running_seconds, 1),
-            "mean_acceptance_length": round((tokens - len(outputs[arm])) / rounds, 3),
-            "positions_prefilled": engine["positions_prefilled"],
-            "distinct_positions": distinct,
-            "prefilled_per_distinct": round(engine["positions_prefilled"] / distinct, 4),
-            "preemptions": engine["preemptions"],
-            "identical_to_none": outputs[arm] == outputs["none"],
-        }
-        print(f"{arm}: {json.dumps(figures[arm], indent=2)}", flush=True)
+    traces = list(read_traces(args.traces, limit=args.limit))
+    resolve_model(args.target)  # before the shards ask for it all at once
+    shares = [(traces[i :: args.shards], args, i) for i in range(args.shards)]
+    with multiprocessing.get_context("spawn").Pool(args.shards) as pool:
+        parts = pool.starmap(replay, shares)
+    figures = combine(parts)
+    print(json.dumps(figures, indent=2))
     if args.output:
         Path(args.output).write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def distinct_positions(args: argparse.Namespace) -> int:
-    """Nodes of the trie of all prompts: what must be prefilled at least once."""
+def replay(traces: list[Trace], args: argparse.Namespace, shard: int) -> dict[str, Any]:
+    """All arms of all rows of `traces` through one engine."""
+    import torch
+
+    from whiflash_agents.chat import Chat
+    from whiflash_agents.engine import (
+        EngineSettings,
+        Request,
+        SamplingParams,
+        Target,
+        WhiFlashEngine,
+    )
+    from whiflash_agents.engine.drafters.lookup import LookupDrafter
+
+    if args.shards > 1:
+        torch.set_num_threads(1)
     files = resolve_model(args.target)
     chat = Chat.from_pretrained(
         files.path, chat_template=files.chat_template, response_template=files.response_template
     )
-    prompts = []
-    for plan in plan_rows(read_traces(args.traces, limit=args.limit), "replay", seed=0, params={}):
+    target = Target.load(files.path, dtype=args.dtype)
+    # No index over finished rows: an arm must not draft from what another arm made of its row.
+    drafters = {name: LookupDrafter(shared_tokens=0) for name in RouterByRequest.arms}
+    engine = WhiFlashEngine(
+        target,
+        router=RouterByRequest(),
+        drafters=drafters,
+        settings=EngineSettings(max_running=9, kv_tokens=100_000),
+    )
+    waiting: list[Request] = []
+    prompts: list[list[int]] = []
+    sampling = SamplingParams(max_tokens=args.max_tokens)
+    for plan in plan_rows(traces, "replay", seed=0, params={}):
         for row in plan.rows:
             messages = [Message.model_validate(m) for m in row.messages]
-            prompts.append(chat.prompt_ids(messages, row.tools))
-    prompts.sort()
+            prompt = chat.prompt_ids(messages, row.tools)
+            prompts.append(prompt)
+            recorded = chat.turn_ids(messages, row.tools, Message.model_validate(row.recorded))
+            for arm in ARMS:
+                ids = recorded if arm == "recorded" else ()
+                waiting.append(Request(f"{row.id}|{arm}", prompt, sampling, ids))
+    waiting.reverse()
+    total = len(waiting)
+
+    outputs: dict[str, dict[str, list[int]]] = {arm: {} for arm in ARMS}
+    rounds = dict.fromkeys(ARMS, 0)
+    failed: list[str] = []
+    started = told = time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and engine.num_running + engine.num_waiting < 9:
+            engine.add(waiting.pop())
+        for event in engine.step():
+            result = event.result
+            if result is None:
+                continue
+            row_id, _, arm = result.id.rpartition("|")
+            outputs[arm][row_id] = result.token_ids
+            rounds[arm] += result.stats.num_spec_steps
+            if result.finish_reason not in ("stop", "length"):
+                failed.append(f"{result.id}: {result.error}")
+        if time.perf_counter() - told > 60:
+            told = time.perf_counter()
+            done = sum(map(len, outputs.values()))
+            print(f"shard {shard}: {done} of {total} after {told - started:.0f} s", flush=True)
+    return {
+        "rows": len(prompts),
+        "seconds": time.perf_counter() - started,
+        "failed": failed,
+        "prompt_positions": sum(map(len, prompts)),
+        "distinct_positions": distinct_positions(prompts),
+        "positions_prefilled": engine.totals.positions_prefilled,
+        "preemptions": engine.totals.preemptions,
+        "tokens": {arm: sum(map(len, o.values())) for arm, o in outputs.items()},
+        "rounds": rounds,
+        "rows_identical_to_none": {
+            arm: sum(outputs["none"][key] == ids for key, ids in o.items())
+            for arm, o in outputs.items()
+        },
+    }
+
+
+def distinct_positions(prompts: Sequence[list[int]]) -> int:
+    """Nodes of the trie of all prompts: what must be prefilled at least once."""
     total, previous = 0, list[int]()
-    for prompt in prompts:
+    for prompt in sorted(prompts):
         shared = 0
         while shared < min(len(prompt), len(previous)) and prompt[shared] == previous[shared]:
             shared += 1
         total += len(prompt) - shared
         previous = prompt
-    print(
-        f"{len(prompts)} prompts, {sum(map(len, prompts))} positions, {total} distinct", flush=True
-    )
     return total
+
+
+def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    summed = ("rows", "prompt_positions", "distinct_positions", "positions_prefilled")
+    figures: dict[str, Any] = {key: sum(p[key] for p in parts) for key in summed}
+    figures["seconds"] = round(max(p["seconds"] for p in parts), 1)
+    figures["failed"] = [text for p in parts for text in p["failed"]]
+    figures["preemptions"] = sum(p["preemptions"] for p in parts)
+    figures["prefilled_per_distinct"] = round(
+        figures["positions_prefilled"] / figures["distinct_positions"], 4
+    )
+    for key in ("tokens", "rounds", "rows_identical_to_none"):
+        figures[key] = {arm: sum(p[key][arm] for p in parts) for arm in ARMS}
+    figures["mean_acceptance_length"] = {
+        arm: round((figures["tokens"][arm] - figures["rows"]) / figures["rounds"][arm], 3)
+        for arm in ARMS
+    }
+    return figures
 
 
 if __name__ == "__main__":
