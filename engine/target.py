@@ -9,7 +9,9 @@ must reproduce its plain forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from .kv_cache import KVCache
 
 # Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
 _CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+_HUB_SECONDS = 10.0  # for the hub's first answer
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -140,22 +144,27 @@ class Target:
 
         if dtype not in _DTYPES:
             raise SettingsError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
+        use_hub = not Path(path).is_dir()
+        if use_hub:
+            use_hub = _may_be_fetched(str(path))
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(path),
-                dtype=getattr(torch, dtype),
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            with _quiet_transformers():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    str(path),
+                    dtype=getattr(torch, dtype),
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                    local_files_only=not use_hub,
+                )
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
-                f"target {str(path)!r} cannot be loaded: {error}. Give a folder with config.json "
-                "and safetensors, or the name of a model that transformers supports"
+                f"target {str(path)!r} cannot be loaded: {_first_line(error)}. Give a folder with "
+                "config.json and safetensors, or the name of a model that transformers supports"
             ) from error
         except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(
-                f"the weights of target {str(path)!r} cannot be read: {error}. They are damaged or "
-                "belong to another config.json; fetch or convert the model again"
+                f"the weights of target {str(path)!r} cannot be read: {_first_line(error)}. They "
+                "are damaged or belong to another config.json; fetch or convert the model again"
             ) from error
         # transformers fills these with random numbers and goes on.
         if missing := sorted(report["missing_keys"]):
@@ -168,15 +177,31 @@ class Target:
     # Running ---------------------------------------------------------------------------------
 
     def new_cache(self, positions: int) -> KVCache:
-        """A KV arena of `positions` for this target, on its device."""
-        return KVCache(
-            layers=self.num_layers,
-            kv_heads=self.kv_shape.kv_heads,
-            head_dim=self.kv_shape.key_dim,
-            positions=positions,
-            dtype=self.dtype,
-            device=self.device,
+        """A KV arena of `positions` for this target, on its device.
+
+        Raises:
+            SettingsError: the device has not that much memory.
+        """
+        needed = positions * self.bytes_per_position
+        memory = _device_memory(self.device)
+        refusal = (
+            f"kv_tokens={positions} needs {_gib(needed)} of memory for keys and values "
+            f"({self.bytes_per_position:,} bytes each), device {self.device} "
         )
+        remedy = "lower kv_tokens, or leave it out to go by the free memory"
+        if memory is not None and needed > memory:
+            raise SettingsError(f"{refusal}has {_gib(memory)}; {remedy}")
+        try:
+            return KVCache(
+                layers=self.num_layers,
+                kv_heads=self.kv_shape.kv_heads,
+                head_dim=self.kv_shape.key_dim,
+                positions=positions,
+                dtype=self.dtype,
+                device=self.device,
+            )
+        except (RuntimeError, MemoryError) as error:  # torch raises either, by device and size
+            raise SettingsError(f"{refusal}does not give it; {remedy}") from error
 
     @property
     def bytes_per_position(self) -> int:
@@ -297,6 +322,70 @@ class Target:
                 f"attention as by itself (correlation {agreement:.3f}, expected above 0.98); this "
                 "architecture is not supported"
             )
+
+
+def _may_be_fetched(name: str) -> bool:
+    """Whether the hub can be asked for `name`, which is no folder here; else its cache is asked.
+
+    transformers would repeat each of its requests to a hub that is out of reach.
+
+    Raises:
+        ModelNotFoundError: `name` is no hub name.
+    """
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ModelNotFoundError(
+            f"target {name!r} cannot be loaded: there is no such folder. Give a folder with "
+            "config.json and safetensors, or a hub name (owner/name)"
+        ) from None
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception:  # one of the HTTP library's many, or the hub's own when told to stay offline
+        return False
+    return True
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no reports: what matters of them becomes an error of ours."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Physical memory of the device in bytes, in use or not; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def _register_attention() -> None:

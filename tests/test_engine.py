@@ -111,6 +111,19 @@ def test_without_kv_tokens_the_arena_holds_all_running_contexts_if_memory_allows
 # Generating --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kv_tokens", [10**12, 10**17 - 1])
+@pytest.mark.parametrize("known", [True, False])
+def test_kv_tokens_beyond_the_memory_are_refused_with_the_size_and_the_remedy(
+    kv_tokens: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:  # then the allocation itself tells
+        monkeypatch.setattr("whiflash_agents.engine.target._device_memory", lambda device: None)
+    needed = kv_tokens * tiny.target().bytes_per_position / 2**30
+    with pytest.raises(SettingsError, match=rf"kv_tokens={kv_tokens} needs .*lower") as caught:
+        WhiFlashEngine(tiny.target(), settings=EngineSettings(kv_tokens=kv_tokens))
+    assert f"{needed:,.1f} GiB" in str(caught.value)
+
+
 def test_generate_of_nothing_is_nothing() -> None:
     engine = build()
     assert engine.generate([]) == []

@@ -213,6 +213,54 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         Target.load(tmp_path / "nowhere")
 
 
+def test_a_hub_name_without_network_is_one_line_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    class Unplugged:
+        def head(self, url: str, timeout: float) -> None:
+            raise ConnectionError("unplugged")
+
+    asked: list[bool] = []
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def local(name: str, **options: Any) -> Any:
+        asked.append(options["local_files_only"])
+        return load(name, **{**options, "local_files_only": True})
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Unplugged)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", local)
+    with pytest.raises(ModelNotFoundError, match=r"'nope' cannot be loaded") as caught:
+        Target.load("nope")
+    assert asked == [True]
+    assert "\n" not in str(caught.value)
+    assert ".." not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_loading_says_nothing_and_leaves_transformers_settings_alone(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    try:
+        Target.load(folder)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ModelNotFoundError):
+            Target.load(folder)
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(before[0])
+        if not before[1]:
+            logging.disable_progress_bar()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelNotFoundError, match=r"model\.safetensors"):
@@ -240,7 +288,9 @@ def test_weights_of_another_shape_are_refused(folder: Path) -> None:
         Target.load(folder)
 
 
-def test_missing_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
+def test_missing_weights_are_not_replaced_by_random_ones(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "model.safetensors")
@@ -248,6 +298,7 @@ def test_missing_weights_are_not_replaced_by_random_ones(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
         Target.load(folder)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_unknown_dtype_is_refused(saved: Path) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -104,8 +103,7 @@ def load_session(spec: SessionSpec) -> EngineSession:
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
 
-    with _no_progress_bar():
-        target = Target.load(spec.path, device=device, dtype=dtype)
+    target = Target.load(spec.path, device=device, dtype=dtype)
     chat = Chat.from_pretrained(
         spec.path, chat_template=spec.chat_template, response_template=spec.response_template
     )
@@ -120,21 +118,6 @@ def load_session(spec: SessionSpec) -> EngineSession:
         max_context=target.max_context,
         machine={"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
     )
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one bar per shard of weights into whatever the run tells on stderr."""
-    from transformers.utils import logging as transformers_logging
-
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()
 
 
 @dataclass(slots=True)
