@@ -8,13 +8,13 @@ when the run reaches it, so memory does not grow with the number of rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from whiflash_agents.engine.errors import TraceError
-from whiflash_agents.traces import Trace, TraceProblem, scan_traces
+from whiflash_agents.traces import Trace, TraceProblem, display_name, scan_traces
 
 Mode = Literal["replay", "continue"]
 
@@ -110,20 +110,29 @@ class InputCount:
     traces: int = 0
     rows: int = 0
     traces_without_turns: int = 0
+    ending_in_a_turn: int = 0
 
 
 def check_input(
-    paths: Iterable[str | Path], mode: Mode, *, format: str | None, limit: int | None
+    paths: Iterable[str | Path],
+    mode: Mode,
+    *,
+    format: str | None,
+    limit: int | None,
+    names: Sequence[str] | None = None,
 ) -> InputCount:
     """Read the whole input once, before any model is loaded.
 
     Raises `TraceError` with the first problem (file, line, field, remedy) and the number of
-    further ones. The scan also refuses a trace id that occurs twice: rows are told apart by it.
+    further ones, or if there is no record at all: behind a pipe, that is how a failed producer
+    looks. The scan also refuses a trace id that occurs twice: rows are told apart by it. `names`
+    are the inputs as the caller named them, for paths that stand for something else (a spool).
     """
+    paths = list(paths)
     count = InputCount()
     first: TraceProblem | None = None
     further = -1
-    for item in scan_traces(list(paths), format=format):
+    for item in scan_traces(paths, format=format):
         if limit is not None and count.traces == limit:
             break
         if isinstance(item, TraceProblem):
@@ -134,7 +143,11 @@ def check_input(
         turns = len(turns_of(item, mode))
         count.rows += turns
         count.traces_without_turns += not turns
+        count.ending_in_a_turn += bool(item.messages) and item.messages[-1].role == "assistant"
     if first:
         more = f" (and {further} more; `whiflash-batch validate` lists all)" if further else ""
         raise TraceError(f"{first}{more}")
+    if not count.traces:
+        named = ", ".join(display_name(str(name)) for name in names or paths)
+        raise TraceError(f"{named}: no record found; name files of traces that are not empty")
     return count

@@ -90,13 +90,13 @@ class WhiFlashBatch:
             inputs = [*paths, *(trace for trace in traces if str(trace) != "-")]
             with OutputFile(output, inputs=inputs, overwrite=overwrite) as rows_out:
                 if metrics is None:
-                    return self._write_rows(paths, rows_out)
+                    return self._write_rows(paths, traces, rows_out)
                 taken = [*inputs, output]
                 with OutputFile(
                     metrics, option="metrics", inputs=taken, overwrite=overwrite
                 ) as metrics_out:
                     try:
-                        self._write_rows(paths, rows_out)
+                        self._write_rows(paths, traces, rows_out)
                     except BaseException:
                         if self.figures.target is not None:
                             metrics_out.write(_metrics_text(self.figures))
@@ -107,31 +107,47 @@ class WhiFlashBatch:
     def rows(self, traces: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
         """Yield the output rows of `traces` in input order instead of writing them."""
         with readable_twice(traces) as paths:
-            yield from self._rows(paths)
+            yield from self._rows(paths, traces)
 
     def stop(self) -> None:
         """End the run after what is already finished; safe to call from a signal handler."""
         self._stopping = True
 
-    def _write_rows(self, paths: Sequence[Path], output: OutputFile) -> RunFigures:
-        with closing(self._rows(paths)) as rows:
+    def _write_rows(
+        self, paths: Sequence[Path], traces: Sequence[str | Path], output: OutputFile
+    ) -> RunFigures:
+        with closing(self._rows(paths, traces)) as rows:
             for row in rows:
                 output.write(encode_row(row))
         output.write(b"")  # a run without rows leaves an empty file, not none
         return self.figures
 
-    def _rows(self, paths: Sequence[Path]) -> Generator[dict[str, Any], None, None]:
+    def _rows(
+        self, paths: Sequence[Path], traces: Sequence[str | Path]
+    ) -> Generator[dict[str, Any], None, None]:
         settings = self.settings
         figures = self.figures = RunFigures(settings=settings.model_dump())
         self._stopping = False
         try:
             self._progress.phase("checking the input")
             figures.input = check_input(
-                paths, settings.run.mode, format=settings.run.format, limit=settings.run.limit
+                paths,
+                settings.run.mode,
+                format=settings.run.format,
+                limit=settings.run.limit,
+                names=[str(trace) for trace in traces],
             )
             if not figures.input.rows:
-                self._progress.phase("nothing to generate: no trace has a turn for this mode")
+                self._progress.phase(
+                    "nothing to generate: no trace holds an assistant turn to replay; "
+                    "--mode continue writes the next one"
+                )
                 return
+            if settings.run.mode == "continue" and figures.input.ending_in_a_turn:
+                self._progress.phase(
+                    f"{figures.input.ending_in_a_turn} of {figures.input.traces} traces end with "
+                    "an assistant turn; a further one is written after it"
+                )
             runner = self._load()
             try:
                 yield from self._decode(paths, runner)

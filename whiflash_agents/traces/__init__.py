@@ -6,7 +6,7 @@ counts and tells every problem. Docs: `docs/traces.md`.
 
 from .formats import FORMATS, TraceFormat
 from .problems import RecordError, TraceProblem
-from .records import MAX_RECORD_BYTES
+from .records import MAX_RECORD_BYTES, display_name
 from .scan import read_traces, scan_traces
 from .schema import Message, Role, ToolCall, Trace
 from .validation import FileReport, ValidationReport, validate
@@ -23,6 +23,7 @@ __all__ = [
     "TraceFormat",
     "TraceProblem",
     "ValidationReport",
+    "display_name",
     "read_traces",
     "scan_traces",
     "validate",

@@ -68,6 +68,11 @@ def scan_traces(
                 yield item
 
 
+_NO_RECORDS = Finding(
+    "warning", None, "holds no records", "check what wrote it, or leave the file out"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a record stands, in the words of messages."""
@@ -166,6 +171,8 @@ class TraceScanner:
                     if any(finding.severity == "error" for finding in findings):
                         continue
                 yield trace
+            if not self.records:
+                yield _Place(name, None).problem(_NO_RECORDS, None)
         except RecordError as error:  # of the file, not of a record
             yield _Place(name, line or None).error(error)
         self._ordinal += line + 1
