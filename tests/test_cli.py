@@ -238,6 +238,61 @@ def test_validate_passes_good_files_and_refuses_an_unknown_format(traces: str) -
     assert cli("validate", traces, "--format", "opnai").exit_code == 2
 
 
+def bad_traces(path: Path, records: int) -> Path:
+    path.write_text('{"messages": 3}\n' * records)
+    return path
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_validate_tells_in_one_sentence_that_its_output_cannot_be_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "whiflash_agents.cli", "validate"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [*command, str(bad_traces(tmp_path / "t.jsonl", 3))],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.stderr == (
+        "whiflash-batch: error: standard output: cannot write: No space left on device\n"
+    )
+    assert ended.returncode == 1
+
+
+def test_validate_ends_quietly_when_its_reader_has_seen_enough(tmp_path: Path) -> None:
+    path = str(bad_traces(tmp_path / "t.jsonl", 20_000))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "whiflash_agents.cli", "validate", path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "t.jsonl:1" in process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 1
+    process.stderr.close()
+
+
+class SignalWhileLoading(LineProgress):
+    def phase(self, text: str) -> None:
+        super().phase(text)
+        if text.startswith("loading"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_the_model_is_loaded_says_so(
+    model: str, traces: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whiflash_agents.batch.progress.LineProgress", SignalWhileLoading)
+    result = run(model, traces)
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert capfd.readouterr().err == "\nwhiflash-batch: interrupted\n"
+
+
 class Signals(LineProgress):
     """Sends signals to this process once a row is done."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from whiflash_agents import __version__
-from whiflash_agents.engine.errors import WhiFlashError
+from whiflash_agents.engine.errors import OutputError, WhiFlashError
 
 if TYPE_CHECKING:
     from whiflash_agents.batch import Progress, RunFigures, Runner, SessionSpec, WhiFlashBatch
@@ -276,7 +276,8 @@ def run(
 Example:
   whiflash-batch validate traces/*.jsonl
 
-Exit status: 0 every record can be used (warnings aside), 2 some cannot."""
+Exit status: 0 every record can be used (warnings aside), 1 the problems cannot be written,
+2 some records cannot be used."""
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
 @click.option(
@@ -291,7 +292,14 @@ def validate(traces: tuple[str, ...], format: str | None, quiet: bool) -> None:
     from whiflash_agents.traces import validate as validate_traces
 
     def tell(problem: TraceProblem) -> None:
-        click.echo(f"{problem} [{problem.severity}]")
+        try:
+            click.echo(f"{problem} [{problem.severity}]")
+        except OSError as error:
+            _drop_stdout()
+            if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+                sys.exit(EXIT_FAILED_ROWS)
+            reason = OutputError(f"standard output: cannot write: {error.strerror}")
+            _fail(reason, EXIT_FAILED_ROWS)
 
     try:
         report = validate_traces(traces, format, tell)
@@ -312,6 +320,11 @@ def _start_pool(spec: SessionSpec, settings: Settings) -> Runner:
 def _fail(error: WhiFlashError, status: int) -> NoReturn:
     click.echo(f"whiflash-batch: error: {error}", err=True)
     sys.exit(status)
+
+
+def _drop_stdout() -> None:
+    """Let what is still buffered go nowhere, or Python would report the same failure at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress(quiet: bool, output: str) -> Progress:
@@ -335,6 +348,8 @@ def _interrupts(batch: WhiFlashBatch) -> Iterator[list[int]]:
         received.append(number)
         if len(received) > 1:
             signal.signal(number, signal.SIG_DFL)
+        elif not batch.decoding:
+            os.write(2, b"\nwhiflash-batch: interrupted\n")
         if len(received) > 1 or not batch.decoding:
             raise KeyboardInterrupt
         batch.stop()
