@@ -26,7 +26,7 @@ from .acceptance import Walk, verify
 from .attention import PackedRow
 from .draft_tree import DraftTree
 from .drafters.base import Drafter, DraftLimit
-from .drafters.registry import make_drafter
+from .drafters.registry import drafter_names, make_drafter
 from .errors import ContextLengthError, RequestError, SettingsError, WhiFlashError
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
@@ -60,6 +60,10 @@ class EngineSettings:
     prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_running", "prefill_chunk", "max_draft_nodes", "kv_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and (name, value) != ("kv_tokens", None):
+                raise SettingsError(f"{name}={value!r}: expected an integer")
         for name in ("max_running", "prefill_chunk", "max_draft_nodes"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: expected at least 1")
@@ -112,7 +116,8 @@ class WhiFlashEngine:
         decode: token ids to text; needed for requests with stop strings only.
 
     Raises:
-        SettingsError: the router names a drafter that does not exist.
+        SettingsError: there is no router, or no drafter that it names; a KV cache beyond the
+            memory.
     """
 
     def __init__(
@@ -126,8 +131,12 @@ class WhiFlashEngine:
     ) -> None:
         self.target = target
         self.settings = settings or EngineSettings()
-        self.router: Router = StaticRouter(router) if isinstance(router, str) else router
         given = drafters or {}
+        if isinstance(router, str) and router not in (names := {NONE, *given, *drafter_names()}):
+            raise SettingsError(
+                f"router {router!r} is not available; available: {', '.join(sorted(names))}"
+            )
+        self.router: Router = StaticRouter(router) if isinstance(router, str) else router
         self.drafters: dict[str, Drafter] = {
             name: given[name] if name in given else make_drafter(name) for name in self.router.arms
         }

@@ -3,14 +3,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from .errors import RequestError
 from .telemetry import SpeculationStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes))
+
+
+# Fields of `SamplingParams`, what their values must be, and how that is told.
+_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("max_tokens", "min_tokens", "top_k", "top_logprobs"), _is_integer, "an integer"),
+    (("seed",), lambda value: value is None or _is_integer(value), "an integer or None"),
+    (
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ),
+        _is_number,
+        "a number",
+    ),
+    (
+        ("include_stop", "ignore_eos", "logprobs"),
+        lambda value: isinstance(value, bool),
+        "True or False",
+    ),
+    (
+        ("logit_bias",),
+        lambda value: isinstance(value, Mapping) and all(map(_is_number, value.values())),
+        "a mapping of token ids to numbers",
+    ),
+    (
+        ("stop",),
+        lambda value: _is_list(value) and all(isinstance(text, str) for text in value),
+        "a list of strings; wrap a single one in a list",
+    ),
+    (("stop_token_ids",), _is_list, "a list of token ids"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +71,9 @@ class SamplingParams:
     tokens were generated. `logprobs` asks for the log-probability of each chosen token,
     `top_logprobs` for that many alternatives; both refer to the model's distribution before any
     processing.
+
+    Raises:
+        RequestError: a value of another type, or out of range.
     """
 
     max_tokens: int = 256
@@ -47,6 +98,10 @@ class SamplingParams:
         def refuse(name: str, expected: str) -> None:
             raise RequestError(f"{name}={getattr(self, name)!r} is not valid: expected {expected}")
 
+        for names, fits, expected in _TYPES:
+            for name in names:
+                if not fits(getattr(self, name)):
+                    refuse(name, expected)
         if self.max_tokens < 1:
             refuse("max_tokens", "at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
@@ -66,8 +121,6 @@ class SamplingParams:
                 refuse(name, "a finite number")
         if any(not abs(bias) < float("inf") for bias in self.logit_bias.values()):
             refuse("logit_bias", "finite numbers")
-        if isinstance(self.stop, str):
-            refuse("stop", "a list of strings; wrap a single one in a list")
         if any(not text for text in self.stop):
             refuse("stop", "non-empty strings")
         if not 0 <= self.top_logprobs <= 100:

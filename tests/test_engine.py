@@ -36,6 +36,8 @@ from whiflash_agents.engine.target import Target, TargetBatch, TargetOutput
         (ask("a", [-1, 5]), "prompt token -1 is outside"),
         (Request("a", [5], SamplingParams(), [3, 96]), "recorded token 96 is outside"),
         (Request("a", [5], SamplingParams(), [-1]), "recorded token -1 is outside"),
+        (Request("a", "text"), "must be flat sequences of integers"),  # type: ignore[arg-type]
+        (Request("a", None), "must be flat sequences of integers"),  # type: ignore[arg-type]
         (ask("a", [5, 6.0]), "must be flat sequences of integers"),
         (Request("a", [5], SamplingParams(), [[5, 6]]), "must be flat sequences of integers"),
         (ask("a", stop_token_ids=[96]), "stop_token_ids names token 96"),
@@ -90,17 +92,30 @@ def test_token_ids_may_come_as_a_tensor_or_an_array(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_running": 0}, {"prefill_chunk": 0}, {"max_draft_nodes": 0}, {"kv_tokens": 63}],
+    [
+        {"max_running": 0},
+        {"prefill_chunk": 0},
+        {"max_draft_nodes": 0},
+        {"kv_tokens": 63},
+        {"kv_tokens": "64"},
+        {"max_running": 2.0},
+        {"max_running": None},
+    ],
 )
-def test_impossible_settings_are_refused_by_name(wrong: dict[str, int]) -> None:
+def test_impossible_settings_are_refused_by_name(wrong: dict[str, Any]) -> None:
     name, value = next(iter(wrong.items()))
-    with pytest.raises(SettingsError, match=f"{name}={value}"):
+    with pytest.raises(SettingsError, match=f"{name}={value!r}"):
         EngineSettings(**wrong)
 
 
-def test_a_drafter_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(SettingsError, match=r"'eagle9'.*available: none, lookup"):
+def test_a_router_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"router 'eagle9'.*available: lookup, none"):
         build("eagle9")
+
+
+def test_a_drafter_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"drafter 'eagle9'.*available: none, lookup"):
+        build(StaticRouter("eagle9"))
 
 
 def test_without_kv_tokens_the_arena_holds_all_running_contexts_if_memory_allows() -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -575,3 +576,40 @@ def test_equal_logprobs_are_listed_by_token_id() -> None:
     assert [token for token, _ in entry.top] == [1, 2, 3]
     assert logprobs(logits, [4], 0)[0].top == ()
     assert [token for token, _ in logprobs(logits, [4], 100)[0].top] == [1, 2, 3, 4, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("max_tokens", "8", "an integer"),
+        ("max_tokens", 8.0, "an integer"),
+        ("max_tokens", True, "an integer"),
+        ("min_tokens", None, "an integer"),
+        ("top_k", "5", "an integer"),
+        ("top_logprobs", None, "an integer"),
+        ("seed", "4", "an integer or None"),
+        ("temperature", "0.5", "a number"),
+        ("top_p", None, "a number"),
+        ("presence_penalty", [0.5], "a number"),
+        ("logprobs", 5, "True or False"),
+        ("ignore_eos", "no", "True or False"),
+        ("logit_bias", [(4, 1.0)], "a mapping"),
+        ("logit_bias", {4: "1"}, "a mapping of token ids to numbers"),
+        ("stop", "END", "a list of strings"),
+        ("stop", [b"END"], "a list of strings"),
+        ("stop", None, "a list of strings"),
+        ("stop_token_ids", 5, "a list of token ids"),
+        ("stop_token_ids", "5", "a list of token ids"),
+    ],
+)
+def test_values_of_another_type_are_refused_with_the_field_and_what_it_takes(
+    field: str, value: Any, expected: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})
+    assert str(caught.value).startswith(f"{field}={value!r} is not valid: expected {expected}")
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(max_tokens=np.int64(8), temperature=np.float32(0.5), seed=np.int32(1))
+    assert params == SamplingParams(max_tokens=8, temperature=0.5, seed=1)

@@ -12,6 +12,11 @@ from .lookup import LookupDrafter
 _FACTORIES: dict[str, Callable[..., Drafter]] = {"lookup": LookupDrafter}
 
 
+def drafter_names() -> list[str]:
+    """The drafters that `make_drafter` can build."""
+    return sorted(_FACTORIES)
+
+
 def make_drafter(name: str, **settings: Any) -> Drafter:
     """Build the drafter called `name`.
 
@@ -20,6 +25,6 @@ def make_drafter(name: str, **settings: Any) -> Drafter:
     """
     if name not in _FACTORIES:
         raise SettingsError(
-            f"drafter {name!r} is not available; available: none, {', '.join(sorted(_FACTORIES))}"
+            f"drafter {name!r} is not available; available: none, {', '.join(drafter_names())}"
         )
     return _FACTORIES[name](**settings)
