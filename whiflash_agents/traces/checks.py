@@ -60,7 +60,7 @@ def check_trace(trace: Trace) -> list[Finding]:
                 continue
         if not message.content:
             _check_empty(i, message, findings)
-    if not turns:
+    if not turns and all(finding.severity == "warning" for finding in findings):
         findings.append(
             Finding(
                 "warning",

@@ -62,6 +62,7 @@ def detect_format(record: Any) -> TraceFormat:
     for known in FORMATS.values():
         if known.sniff(record):
             return known
+    refuse_output_row(record)
     if isinstance(record, dict):
         keys = ", ".join(sorted(map(str, record))[:8]) or "none"
         found = f"an object with the keys: {keys}"
@@ -73,6 +74,18 @@ def detect_format(record: Any) -> TraceFormat:
         f"no known format: found {found}; looked for {looked_for}",
         "convert the record, or name its format with --format",
     )
+
+
+def refuse_output_row(record: Any) -> None:
+    """Raises RecordError if `record` is what a run wrote, ours or another one of OpenAI's kind."""
+    if isinstance(record, dict) and "response" in record and "custom_id" in record:
+        ours = "whiflash" in record
+        made_by = "`whiflash-batch run`" if ours else "a batch"
+        raise RecordError(
+            None,
+            f"this is an output row of {made_by}, not a trace",
+            "name the traces that the run read" if ours else "name the requests of the batch",
+        )
 
 
 def is_message(value: Any) -> bool:

@@ -21,7 +21,7 @@ from .openai import (
     read_tool_calls,
     required,
 )
-from .problems import RecordError, shown
+from .problems import RecordError, expected, shown
 from .schema import Trace
 from .tool_schemas import read_tools
 
@@ -104,7 +104,7 @@ def _read_message(message: Any) -> dict[str, Any]:
     else:
         kind, data, inner = message.get("type"), message, ""
     if not isinstance(data, dict):
-        raise RecordError(inner, f"expected an object, found {shown(data)}", "dump with dumpd")
+        raise RecordError(inner, expected("an object", message, inner), "dump with dumpd")
     try:
         return _read_fields(kind, data)
     except RecordError as error:
@@ -131,7 +131,7 @@ def _read_fields(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
     if role is None:
         raise RecordError(
             "type",
-            f"expected one of {', '.join(_ROLES)}, found {shown(kind)}",
+            expected(f"one of {', '.join(_ROLES)}", {} if kind is None else {"type": kind}, "type"),
             "remove the message, or correct its type",
         )
     if role == "assistant":
@@ -203,7 +203,7 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise RecordError(None, f"expected an object, found {shown(call)}", "dump with dumpd")
     name = call.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError("name", f"expected a tool's name, found {shown(name)}", "name the tool")
+        raise RecordError("name", expected("a tool's name", call, "name"), "name the tool")
     key = next((key for key in ("args", "input", "arguments") if key in call), "args")
     return {
         "id": read_text(call, "id") or read_text(call, "call_id"),

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from .json_text import refuse_unwritable
-from .problems import RecordError, shown
+from .problems import RecordError, expected, shown
 from .schema import Trace
 from .tool_schemas import read_tools
 
@@ -71,7 +71,7 @@ _LANGCHAIN = frozenset(("lc", "type"))
 
 def required(record: Any, key: str) -> Any:
     """`record[key]`. Raises RecordError if `record` is not an object or lacks the key."""
-    remedy = "check the file's format, or name it with --format"
+    remedy = "correct the record, or name the format that it has"
     if not isinstance(record, dict):
         raise RecordError(
             None, f"expected a JSON object with `{key}`, found {shown(record)}", remedy
@@ -144,8 +144,8 @@ def read_message(message: Any) -> dict[str, Any]:
     if role is None:
         raise RecordError(
             "role",
-            f"expected one of {', '.join(_ROLES)}, found {shown(recorded_role)}",
-            "correct the role, or name the file's format with --format",
+            expected(f"one of {', '.join(_ROLES)}", message, "role"),
+            "correct the role",
         )
     content = message.get("content")
     reasoning = None
@@ -224,9 +224,7 @@ def _part_text(part: dict[str, Any], key: str, place: int) -> str:
     value = part.get(key)
     if isinstance(value, str):
         return value
-    raise RecordError(
-        f"content[{place}].{key}", f"expected a string, found {shown(value)}", "write the text"
-    )
+    raise RecordError(f"content[{place}].{key}", expected("a string", part, key), "write the text")
 
 
 def read_tool_calls(value: Any) -> list[dict[str, Any]]:
@@ -267,9 +265,7 @@ def read_function(value: Any) -> dict[str, Any]:
         raise RecordError(None, f"expected an object, found {shown(value)}", "name the function")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        raise RecordError(
-            "name", f"expected a function's name, found {shown(name)}", "name the function"
-        )
+        raise RecordError("name", expected("a function's name", value, "name"), "name the function")
     return {"name": name, "arguments": read_arguments(value, "arguments")}
 
 

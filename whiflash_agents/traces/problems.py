@@ -60,6 +60,14 @@ class TraceProblem:
         return f"{place}: {field}{self.message} ({self.remedy})"
 
 
+def expected(what: str, holder: object, key: str) -> str:
+    """The message for a `holder[key]` that is not `what` was expected, or is not there at all."""
+    if isinstance(holder, dict) and key not in holder:
+        return f"is missing; expected {what}"
+    value = holder.get(key) if isinstance(holder, dict) else holder
+    return f"expected {what}, found {shown(value)}"
+
+
 def shown(value: object, limit: int = 60) -> str:
     """`value` as an error message quotes it: its repr, cut to about `limit` characters."""
     text = repr(value[: limit + 1]) if isinstance(value, str) else None

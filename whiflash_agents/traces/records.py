@@ -31,6 +31,7 @@ from .problems import RecordError
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 STDIN = "-"
 _CHUNK = 256 * 1024
+_HEAD = 8192
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _DOCUMENT_SUFFIXES = (".json", ".traj")
 _BLANK = b" \t\r\n"
@@ -192,6 +193,17 @@ def iter_records(
     RecordError if the file as a whole cannot be read.
     """
     with open_source(path) as stream, _reading_errors():
+        head = b""
+        while len(head) < _HEAD and b"\n" not in head:  # a pipe need not give more than a line
+            part = stream.read1(_CHUNK)
+            if not part:
+                break
+            head += part
+        if _looks_binary(head[:_HEAD]):
+            raise RecordError(
+                None, "looks like a binary file", "name a text file of JSON records, in UTF-8"
+            )
+        stream = io.BufferedReader(_Rejoined(head, stream), _CHUNK)
         plain = path.removesuffix(".gz").removesuffix(".zst").lower()
         if plain.endswith(_LINE_SUFFIXES):
             yield from _lines(stream, 1, max_record_bytes)
@@ -208,6 +220,19 @@ def iter_records(
                 return
             stream = io.BufferedReader(_Rejoined(elements.consumed(), stream), _CHUNK)
         yield from _lines_or_document(stream, line, plain, max_record_bytes)
+
+
+def _looks_binary(head: bytes) -> bool:
+    """Whether a file that begins so holds no JSON anywhere, where an error for each of its
+    thousands of lines would help nobody. A file that begins as JSON does is read, unless already
+    its first line holds NUL: that is UTF-16, or binary by chance."""
+    text = head.lstrip(_BLANK)
+    if text[:1] in (b"{", b"["):
+        return b"\0" in text.partition(b"\n")[0]
+    if b"\0" in text:
+        return True
+    decoded = text.decode("utf-8", "replace")
+    return decoded.count("\ufffd") * 4 > len(decoded)
 
 
 def _is_listed_message(data: bytes, is_message: Callable[[Any], bool]) -> bool:

@@ -5,21 +5,25 @@ Both stream: memory is bounded by the largest record plus 16 to 24 bytes per tra
 
 from __future__ import annotations
 
+import os
+import stat
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from whiflash_agents.engine.errors import TraceError
 
 from .checks import Finding, check_trace
-from .formats import TraceFormat, detect_format, find_format, is_message
+from .formats import TraceFormat, detect_format, find_format, is_message, refuse_output_row
 from .json_text import parse_json
 from .problems import RecordError, TraceProblem, shown
+from .recorded_fields import recorded_field
 from .records import MAX_RECORD_BYTES, STDIN, RawRecord, display_name, file_stem, iter_records
 from .schema import Trace
 from .trace_ids import SeenIds
@@ -66,6 +70,11 @@ def scan_traces(
         for item in scanner.scan(path):
             if warnings or isinstance(item, Trace) or item.severity == "error":
                 yield item
+
+
+def _read_before(name: str, earlier: str) -> RecordError:
+    message = "is named twice" if name == earlier else f"is the same file as {earlier}"
+    return RecordError(None, message, "name each file once")
 
 
 _NO_RECORDS = Finding(
@@ -126,17 +135,37 @@ class TraceScanner:
         self._names: list[str] = []
         self._first_ordinals: list[int] = []
         self._ordinal = 0
+        self._files: dict[tuple[int, int], str] = {}
+
+    def _same_file(self, path: str) -> str | None:
+        """The name under which the file at `path` was scanned before, whatever path led to it."""
+        if path == STDIN:
+            return None
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):  # told where it is opened
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        key = (status.st_dev, status.st_ino)
+        earlier = self._files.get(key)
+        self._files.setdefault(key, path)
+        return earlier
 
     def scan(self, path: str) -> Iterator[Trace | TraceProblem]:
         """The traces and problems (errors and warnings) of one file, in order."""
         name = display_name(path)
+        self.records = 0
+        earlier_name = self._same_file(path)
+        if earlier_name is not None:
+            yield _Place(name, None).error(_read_before(name, earlier_name))
+            return
         stem = file_stem(path)
         self._stems[stem] += 1
         if self._stems[stem] > 1:  # of two files called alike, the second gets names of its own
             stem = f"{stem}~{self._stems[stem]}"
         self._names.append(name)
         self._first_ordinals.append(self._ordinal)
-        self.records = 0
         line = 0
         try:
             records = iter_records(path, is_message, max_record_bytes=self._max_record_bytes)
@@ -166,8 +195,10 @@ class TraceScanner:
                 findings = check_trace(trace)
                 if findings:
                     place = _Place.of(record, name, row)
+                    value = parse_json(record.data)
                     for finding in findings:
-                        yield place.problem(finding, trace.id)
+                        field = recorded_field(value, finding.field, len(trace.messages))
+                        yield place.problem(finding._replace(field=field), trace.id)
                     if any(finding.severity == "error" for finding in findings):
                         continue
                 yield trace
@@ -181,16 +212,34 @@ class TraceScanner:
         if record.error is not None:
             raise record.error
         value = parse_json(record.data)
-        known = self._format
-        if known is None:
-            known = self._last
-            if known is None or not known.sniff(value):
-                known = self._last = detect_format(value)
-        return known.parse(value, f"{stem}:{row if record.listed else record.line}")
+        default_id = f"{stem}:{row if record.listed else record.line}"
+        if self._format is not None:
+            return _read_as(self._format, value, default_id)
+        known = self._last
+        if known is None or not known.sniff(value):
+            known = self._last = detect_format(value)
+        return known.parse(value, default_id)
 
     def _locate(self, ordinal: int) -> str:
         file = bisect_right(self._first_ordinals, ordinal) - 1
         return f"{self._names[file]}:{ordinal - self._first_ordinals[file]}"
+
+
+def _read_as(named: TraceFormat, value: Any, default_id: str) -> Trace:
+    """The trace in `value`, read in the format that the caller named. Where the record does not
+    look like it, the error tells what it looks like instead."""
+    if named.sniff(value):
+        return named.parse(value, default_id)
+    try:
+        return named.parse(value, default_id)
+    except RecordError as error:
+        refuse_output_row(value)
+        try:
+            fitting = detect_format(value).name
+        except RecordError:
+            raise error from None
+        remedy = f"the record looks like --format {fitting}; name that, or leave it out"
+        raise RecordError(error.field, error.message, remedy) from None
 
 
 def _as_record_error(error: ValidationError) -> RecordError:

@@ -18,7 +18,7 @@ from typing import Any
 
 from .json_text import parse_json, parse_python_literal
 from .openai import read_function, read_id, read_metadata, read_text, required
-from .problems import RecordError, shown
+from .problems import RecordError, expected, shown
 from .schema import Trace
 from .tool_schemas import read_tool_list, read_tools
 
@@ -96,11 +96,11 @@ def _read_turn(turn: Any) -> list[dict[str, Any]]:
     if role is None:
         raise RecordError(
             who,
-            f"expected one of {', '.join(_ROLES)}, found {shown(speaker)}",
+            expected(f"one of {', '.join(_ROLES)}", turn, who),
             "correct the speaker",
         )
     if not isinstance(value, str):
-        raise RecordError(what, f"expected a string, found {shown(value)}", "write the text")
+        raise RecordError(what, expected("a string", turn, what), "write the text")
     if speaker == "function_call":
         try:
             return [{"role": role, "tool_calls": _read_calls(value)}]
