@@ -47,6 +47,29 @@ def test_lines_come_at_most_once_per_interval(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_last_line_tells_all_rows_once(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LineProgress(interval=3600.0)
+    running = figures()
+    progress.update(running)
+    running.ok = 9
+    progress.update(running)
+    progress.close()
+    progress.close()
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in told] == [
+        "whiflash-batch: 4/10 rows",
+        "whiflash-batch: 10/10 rows",
+    ]
+
+
+def test_last_line_is_not_told_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LineProgress()
+    progress.phase("loading")
+    progress.update(figures())
+    progress.close()
+    assert capsys.readouterr().err.count("4/10 rows") == 1
+
+
 def test_summary_shows_what_was_done_and_what_was_not() -> None:
     done = figures()
     done.interrupted = True

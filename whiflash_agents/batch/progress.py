@@ -45,21 +45,34 @@ class SilentProgress:
 
 
 class LineProgress:
-    """A line for every phase, and one every few seconds while rows are decoded."""
+    """A line for every phase, one every few seconds while rows are decoded, and one at the end."""
 
     def __init__(self, interval: float = LINE_SECONDS) -> None:
         self._interval = interval
         self._last = -math.inf
+        self._figures: RunFigures | None = None
+        self._told = -1  # rows done in the last line
 
     def phase(self, text: str) -> None:
         self._say(text)
 
     def update(self, figures: RunFigures) -> None:
+        self._figures = figures
         now = time.monotonic()
         if now - self._last < self._interval:
             return
         self._last = now
+        self._tell(figures)
+
+    def close(self) -> None:
+        """Says how far the run came, unless the last line said so already."""
+        figures, self._figures = self._figures, None
+        if figures is not None and figures.ok + figures.failed != self._told:
+            self._tell(figures)
+
+    def _tell(self, figures: RunFigures) -> None:
         done, total = figures.ok + figures.failed, figures.input.rows
+        self._told = done
         parts = [f"{done}/{total} rows"]
         if prefilled := figures.engine_total("positions_prefilled"):
             parts.append(f"{prefilled:,} prompt tokens read")  # all there is to see at first
@@ -68,9 +81,6 @@ class LineProgress:
             left = figures.running_seconds / done * (total - done)
             parts.append(f"about {_duration(left)} left")
         self._say(", ".join(parts))
-
-    def close(self) -> None:
-        return
 
     def _say(self, text: str) -> None:
         print(f"whiflash-batch: {text}", file=sys.stderr, flush=True)
