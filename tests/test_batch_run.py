@@ -85,6 +85,16 @@ def test_run_and_rows_give_the_same_whatever_the_concurrency(traces: Path, tmp_p
     assert list(map(generated_part, streamed)) == list(map(generated_part, lines(output)))
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_one_trace_file_may_be_named_without_a_list(
+    kind: Callable[[Path], str | Path], traces: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "rows.jsonl"
+    batch().run(kind(traces), output)
+    assert [row["custom_id"] for row in lines(output)] == IDS
+    assert [row["custom_id"] for row in batch().rows(kind(traces))] == IDS
+
+
 def test_sharded_input_gives_the_same_rows(traces: Path, tmp_path: Path) -> None:
     whole = [generated_part(row) for row in batch(temperature=1.0).rows([traces])]
     parts = []

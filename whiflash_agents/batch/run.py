@@ -72,7 +72,7 @@ class WhiFlashBatch:
 
     def run(
         self,
-        traces: Sequence[str | Path],
+        traces: str | Path | Sequence[str | Path],
         output: str | Path,
         *,
         overwrite: bool = False,
@@ -80,10 +80,13 @@ class WhiFlashBatch:
     ) -> RunFigures:
         """Write an output row for every planned turn to `output` (`-`: standard output).
 
+        `traces` is one trace file or several.
+
         Raises `TraceError`, `OutputError`, `SettingsError` and the errors of model loading before
         anything is written; `WorkerError` and `OutputError` also later. Finished rows are kept
         in any case, and `metrics` is written for every run that began to decode.
         """
+        traces = _several(traces)
         if str(metrics) == STDOUT:
             raise OutputError("metrics cannot go to standard output (-); name a file")
         with readable_twice(traces) as paths:
@@ -104,8 +107,9 @@ class WhiFlashBatch:
                     metrics_out.write(_metrics_text(self.figures))
                     return self.figures
 
-    def rows(self, traces: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
+    def rows(self, traces: str | Path | Sequence[str | Path]) -> Iterator[dict[str, Any]]:
         """Yield the output rows of `traces` in input order instead of writing them."""
+        traces = _several(traces)
         with readable_twice(traces) as paths:
             yield from self._rows(paths, traces)
 
@@ -214,6 +218,10 @@ class WhiFlashBatch:
         self.figures.engines = runner.describe()
         self.figures.running_seconds = time.monotonic() - started
         self._progress.update(self.figures)
+
+
+def _several(traces: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
+    return [traces] if isinstance(traces, str | Path) else traces
 
 
 def _metrics_text(figures: RunFigures) -> bytes:
