@@ -7,9 +7,11 @@ python examples/run_batch.py --workers 1 --target path/to/model --output rows.js
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from whiflash_agents.batch import LocalRunner, WhiFlashBatch
+from whiflash_agents.engine.errors import WhiFlashError
 from whiflash_agents.settings import Settings
 from whiflash_agents.workers.pool import EnginePool
 
@@ -24,8 +26,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="number of traces")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--output", help="write the rows here instead of showing them")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     arguments = parser.parse_args()
+    try:
+        rerun(arguments)
+    except WhiFlashError as error:  # whatever the user can mend: a missing file, a wrong setting
+        print(f"run_batch.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
+
+def rerun(arguments: argparse.Namespace) -> None:
+    """Write or show the rows of the traces, then the figures of the run."""
     settings = Settings.of(
         target=arguments.target,
         workers=arguments.workers,
@@ -36,7 +47,7 @@ def main() -> None:
     batch = WhiFlashBatch(settings, runner=EnginePool if arguments.workers else LocalRunner)
 
     if arguments.output:
-        batch.run(arguments.traces, arguments.output)
+        batch.run(arguments.traces, arguments.output, overwrite=arguments.overwrite)
     else:
         for row in batch.rows(arguments.traces):
             show(row)

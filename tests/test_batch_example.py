@@ -36,3 +36,31 @@ def test_example_writes_the_rows_of_the_command_line(
     assert rows[0] == rows[1]
     assert len(rows[0]) >= 3
     assert result.exit_code == int(any(row["error"] for row in rows[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["missing.jsonl"], "missing.jsonl: cannot be read"),
+        (["--max-tokens", "0"], "max_tokens=0 is not valid"),
+        (["--output", "rows.jsonl"], "rows.jsonl already holds something"),
+        (["--output", "rows.jsonl", "--overwrite", "--target", "./nowhere"], "nowhere"),
+    ],
+)
+def test_example_tells_wrong_use_in_one_line(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("done\n")
+    monkeypatch.setattr(sys, "argv", ["run_batch.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "run_batch.py"), run_name="__main__")
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert told in errors
+    assert errors.count("\n") == 1
+    assert Path("rows.jsonl").read_text() == "done\n"

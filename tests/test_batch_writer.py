@@ -18,7 +18,7 @@ from whiflash_agents.engine.errors import OutputError, TraceError
 def test_existing_output_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("done\n")
-    with pytest.raises(OutputError, match=r"already holds something.*--overwrite"):
+    with pytest.raises(OutputError, match=r"already holds something.*--overwrite.*overwrite=True"):
         OutputFile(path)
     assert path.read_text() == "done\n"
 

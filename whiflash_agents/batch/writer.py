@@ -111,8 +111,8 @@ class OutputFile:
                 )
         if path.is_file() and path.stat().st_size and not overwrite:
             raise OutputError(
-                f"{self._option} {path} already holds something; name another file, or give "
-                "--overwrite to replace it"
+                f"{self._option} {path} already holds something; name another file, or replace it "
+                "with --overwrite (from Python: overwrite=True)"
             )
 
     def _open(self, path: Path) -> BinaryIO:
