@@ -124,8 +124,8 @@ def test_settings_come_from_file_and_environment_too(
     [
         (["--router", "eagle3"], "--router: 'eagle3' is not valid: eagle3 drafts with trained"),
         (["--router", "lokup"], "did you mean 'lookup'?"),
-        (["--max-tokens", "0"], "--max-tokens: max_tokens=0 is not valid: expected at least 1"),
-        (["--temperature", "-1"], "--temperature: temperature=-1.0"),
+        (["--max-tokens", "0"], "--max-tokens: 0 is not valid: expected at least 1"),
+        (["--temperature", "-1"], "--temperature: -1.0 is not valid"),
         (["--config", "missing.toml"], "missing.toml: cannot read the settings"),
         (["--target", "./no-such-folder"], "no-such-folder"),
         (["--format", "opnai"], "expected one of"),

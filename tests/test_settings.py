@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,9 @@ def test_environment_values_are_read_by_type() -> None:
     ("variable", "value", "expected"),
     [
         ("WHIFLASH_MAX_TOKEN", "1", "did you mean 'WHIFLASH_MAX_TOKENS'?"),
-        ("WHIFLASH_MAX_TOKENS", "many", "WHIFLASH_MAX_TOKENS='many'"),
+        ("WHIFLASH_MAX_TOKENS", "many", "WHIFLASH_MAX_TOKENS: 'many' is not valid: input should"),
         ("WHIFLASH_STOP", "END", "expected a JSON list of strings"),
-        ("WHIFLASH_TOP_P", "2", "environment variable WHIFLASH_TOP_P: top_p=2.0"),
+        ("WHIFLASH_TOP_P", "2", "environment variable WHIFLASH_TOP_P: 2.0 is not valid: expected"),
     ],
 )
 def test_environment_is_refused_with_the_name_of_the_variable(
@@ -157,7 +158,7 @@ def test_top_logprobs_without_logprobs_is_refused_rather_than_ignored() -> None:
 
 
 def test_settings_of_names_fields_as_python_does() -> None:
-    with pytest.raises(SettingsError, match=r"^max_tokens: max_tokens=0"):
+    with pytest.raises(SettingsError, match=r"^max_tokens: 0 is not valid: expected at least 1"):
         Settings.of(max_tokens=0)
     with pytest.raises(SettingsError, match="'max_token' is not a setting"):
         Settings.of(max_token=1)
@@ -166,3 +167,40 @@ def test_settings_of_names_fields_as_python_does() -> None:
 def test_settings_of_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHIFLASH_MAX_TOKENS", "3")
     assert Settings.of().sampling.max_tokens == 512
+
+
+@pytest.mark.parametrize(
+    "load_wrong",
+    [
+        lambda folder: load({"max_tokens": 0}),
+        lambda folder: load({"concurrency": 0}),
+        lambda folder: load(environment={"WHIFLASH_MAX_TOKENS": "0"}),
+        lambda folder: load(environment={"WHIFLASH_MAX_TOKENS": "x"}),
+        lambda folder: load(config=toml(folder, "[sampling]\nmax_tokens = 0")),
+        lambda folder: load(config=toml(folder, "[sampling]\nmax_tokens = 'x'")),
+    ],
+)
+def test_all_refusals_of_a_value_look_alike(tmp_path: Path, load_wrong: Any) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_wrong(tmp_path)
+    source, value, why = re.fullmatch(r"(.+): (\S+) is not valid: (.+)", str(error.value)).groups()  # type: ignore[union-attr]
+    assert source.endswith(("max_tokens", "MAX_TOKENS", "max-tokens", "concurrency"))
+    assert value in ("0", "'x'")
+    assert why.startswith(("expected", "input should"))
+
+
+@pytest.mark.parametrize("name", ["prompt", "weights", "max_new", "batch_size"])
+def test_a_name_that_is_near_to_none_gets_no_suggestion(name: str) -> None:
+    with pytest.raises(SettingsError) as error:
+        load(environment={f"WHIFLASH_{name.upper()}": "1"})
+    assert "did you mean" not in str(error.value)
+    with pytest.raises(SettingsError) as error:
+        load({name: 1})
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("router", ["eagle", "tree", "no", "eagle33"])
+def test_no_router_is_suggested_that_is_far_away_or_not_to_be_had(router: str) -> None:
+    with pytest.raises(SettingsError, match="no router of this name") as error:
+        Settings.of(router=router)
+    assert "did you mean" not in str(error.value)

@@ -125,7 +125,7 @@ class EngineSection(_Section):
                 f"{router} drafts with trained weights, which this version cannot load yet; "
                 f"use {' or '.join(ROUTERS)}"
             )
-        near = nearest(router, ROUTERS + ROUTERS_TO_COME)
+        near = nearest(router, ROUTERS)
         raise ValueError(f"there is no router of this name{near}; use {' or '.join(ROUTERS)}")
 
 
@@ -216,9 +216,9 @@ def load_settings(
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name not in known:
-            names = [ENVIRONMENT_PREFIX + field.upper() for field in known]
+            near = nearest(name, known, spell=lambda field: ENVIRONMENT_PREFIX + field.upper())
             raise SettingsError(
-                f"environment variable {variable} is not a setting{nearest(variable, names)}; "
+                f"environment variable {variable} is not a setting{near}; "
                 f"unset it or correct its name"
             )
         key = (known[name], name)
@@ -238,10 +238,14 @@ def load_settings(
         raise SettingsError(_explain(error, origin)) from None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'max_tokens'?)"`, or nothing when no known name is near."""
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {match[0]!r}?)" if match else ""
+def nearest(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
+    """`" (did you mean 'max_tokens'?)"`, or nothing when no known name is near.
+
+    Near is what a slip of the hand makes of a name. `spell` turns it into what the user writes;
+    what all names share (a prefix) belongs there, because it would make any two of them alike.
+    """
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.8)
+    return f" (did you mean {spell(match[0])!r}?)" if match else ""
 
 
 def _read_toml(path: Path) -> dict[tuple[str, str], Any]:
@@ -284,21 +288,32 @@ def _from_text(key: tuple[str, str], text: str, variable: str) -> Any:
         expected = error.errors()[0]["msg"]
         if annotation.annotation == list[str]:
             expected = 'expected a JSON list of strings such as ["###"]'
-        raise SettingsError(f"environment variable {variable}={text!r}: {expected}") from None
+        raise SettingsError(_refused(f"environment variable {variable}", text, expected)) from None
 
 
 def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> str:
     """The first problem in one sentence: where the value came from, the value, what is expected."""
     problem = error.errors()[0]
     message = problem["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
     place = tuple(str(part) for part in problem["loc"])
     if len(place) >= 2:
         source = origin.get((place[0], place[1]), f"{place[0]}.{place[1]}")
-        return f"{source}: {problem['input']!r} is not valid: {message}"
+        return _refused(source, problem["input"], message)
     # A rule of a whole section: its message names the field; say where that field came from.
+    message = _lower_first(message)
     named = re.match(r"(\w+)=", message)
     if named and (home := sections().get(named.group(1))):
-        setter = origin.get((home, named.group(1)))
-        return f"{setter}: {message}" if setter else message
+        name = named.group(1)
+        setter = origin.get((home, name))
+        if setter:
+            value = message.removeprefix(f"{name}=")
+            return f"{setter}: {value if ' is not valid: ' in value else message}"
     return message
+
+
+def _refused(source: str, value: object, expected: str) -> str:
+    return f"{source}: {value!r} is not valid: {_lower_first(expected)}"
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
