@@ -33,6 +33,8 @@ MAX_CONTEXT = 400
 class ScriptedChat:
     """`<think>...</think>` is reasoning, `CALL name {json}` is a tool call, the rest is content."""
 
+    shows_tools = True
+
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
         if any(message.content == "REFUSED" for message in messages):
             raise RequestError("the chat template refuses this conversation")

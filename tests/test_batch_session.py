@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from scripted import MAX_CONTEXT, ScriptedEngine, conversation, session
+from scripted import MAX_CONTEXT, ScriptedChat, ScriptedEngine, conversation, session
 
 from whiflash_agents.batch.plan import Row
 from whiflash_agents.batch.session import EngineSession
@@ -132,6 +133,20 @@ def test_recorded_turn_that_cannot_be_written_is_noted_and_not_an_error() -> Non
     output = drain(running)["a#0"]
     assert output["error"] is None
     assert "not used for drafting" in output["whiflash"]["notes"][0]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_tools_that_the_chat_template_does_not_show_are_noted(
+    shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptedChat, "shows_tools", shown)
+    running = session(ScriptedEngine(ECHO))
+    running.submit(replace(row("a#0"), tools=[{"type": "function"}] * 2))
+    running.submit(row("b#0"))
+    outputs = drain(running)
+    note = "the chat template of scripted does not show tools; 2 tools left out"
+    assert outputs["a#0"]["whiflash"]["notes"] == ([] if shown else [note])
+    assert outputs["b#0"]["whiflash"]["notes"] == []
 
 
 def test_generation_that_ends_in_an_error_is_a_failed_row_that_may_be_retried() -> None:

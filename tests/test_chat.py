@@ -596,8 +596,53 @@ def test_turn_ids_of_a_template_that_rewrites_history_are_the_turn_alone() -> No
 
 
 def test_tokenizer_without_chat_template_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no chat template"):
+    with pytest.raises(CheckpointError, match=r"no chat template.*chat_template\.jinja"):
         Chat(tiny_gguf.fast_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML + "\n{% if x %}", r"line 5: [^.]*\.[^.]*\. "),
+        ("{{ messages | unheard_of }}", "line 1: No filter named 'unheard_of'"),
+        ("{% if tools %}{{ tools }}", "line 1: "),
+    ],
+)
+def test_chat_template_that_cannot_be_compiled_is_refused_at_load(template: str, said: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"chat template of .* not valid: {said}.*Correct"):
+        other_chat(template)
+
+
+def test_broken_template_for_tools_alone_is_refused_at_load() -> None:
+    with pytest.raises(CheckpointError, match="not valid: line 1"):
+        other_chat({"default": CHATML, "tool_use": "{% for %}"})  # type: ignore[arg-type]
+
+
+def test_template_that_refuses_a_lone_question_is_no_broken_one() -> None:
+    picky = "{% if messages | length < 2 %}{{ raise_exception('two, please') }}{% endif %}"
+    chat = other_chat(picky + CHATML)
+    assert chat.shows_tools
+    assert chat.prompt_ids([Message(role=role, content="x") for role in ("system", "user")])
+
+
+def test_chat_knows_whether_its_template_shows_tools(chat: Chat) -> None:
+    assert chat.shows_tools
+    assert not other_chat(CHATML).shows_tools
+
+
+def test_broken_tokenizer_is_named_by_its_file(tmp_path: Path) -> None:
+    tokenizer = tiny_gguf.fast_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json is not valid JSON.*again"
+    ) as caught:
+        Chat.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "unheard-of"}}')
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*Fetch tokenizer"):
+        Chat.from_pretrained(tmp_path)
 
 
 def test_invalid_response_template_is_refused() -> None:
@@ -616,7 +661,7 @@ def test_chat_is_loaded_from_a_folder_with_the_models_end_tokens(tmp_path: Path)
 
 
 def test_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: there is no tokenizer\.json"):
         Chat.from_pretrained(tmp_path)
 
 

@@ -406,7 +406,7 @@ def test_incomplete_folder_is_named_with_what_is_missing(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("./nowhere", "there is no folder ./nowhere"),
+        ("./nowhere", "there is no folder ./nowhere: target .--target. takes"),
         ("/nowhere/at/all", "there is no folder"),
         ("a/b/c", "there is no folder"),
         ("", "name is empty"),
@@ -439,6 +439,22 @@ def test_hub_name_is_downloaded_by_the_hub_library(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     files = resolve_model("owner/model")
     assert (asked, files.path, files.name) == (["owner/model"], converted, "owner/model")
+
+
+def test_hub_that_cannot_be_reached_is_told_without_the_names_of_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot(name: str, **_: Any) -> str:
+        raise LocalEntryNotFoundError(
+            "Got: ConnectError: [Errno -2] Name or service not known\nAn error happened."
+        )
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelNotFoundError, match=r"model: Name or service not known\. Check"):
+        resolve_model("owner/model")
 
 
 @pytest.mark.parametrize("failure", ["offline", "gone"])

@@ -82,8 +82,13 @@ class Chat:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        except Exception as error:  # tokenizers raises plain Exceptions
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = _broken_tokenizer_file(Path(path)) or lines[0].rstrip(".: ")
+            raise CheckpointError(
+                f"the tokenizer in {path} cannot be loaded: {reason}. Fetch tokenizer.json and "
+                "tokenizer_config.json again, or save them with save_pretrained"
+            ) from error
         return cls(
             tokenizer,
             name=Path(path).name,
@@ -91,6 +96,11 @@ class Chat:
             response_template=response_template,
             end_token_ids=_end_tokens_in(Path(path)),
         )
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes tools into the prompt; some models know none."""
+        return self._prompts.shows_tools
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
@@ -202,6 +212,18 @@ def _matching_response_template(prompts: PromptFormat) -> dict[str, Any]:
     else:
         template["start_anchor_pattern"] = r"\Z"  # the prompt holds nothing of the turn
     return template
+
+
+def _broken_tokenizer_file(folder: Path) -> str | None:
+    """What is wrong with the first file of a tokenizer that is missing or no JSON, if any is."""
+    if not (folder / "tokenizer.json").is_file() and not any(folder.glob("*.model")):
+        return "there is no tokenizer.json"
+    for path in (*folder.glob("tokenizer*.json"), *folder.glob("*tokens*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return f"{path.name} is not valid JSON: {error}"
+    return None
 
 
 def _end_tokens_in(folder: Path) -> set[int]:

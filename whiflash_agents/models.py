@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -68,7 +69,10 @@ def resolve_model(name: str | None = None) -> ModelFiles:
     if name == _default_name():
         return _embedded()
     if name.startswith((".", "/", "~", os.sep)) or name.count("/") > 1 or "\\" in name:
-        raise ModelNotFoundError(f"there is no folder {name}")
+        raise ModelNotFoundError(
+            f"there is no folder {name}: target (--target) takes the folder of a model, a hub "
+            "name (owner/name), or nothing for the embedded default"
+        )
     return _from_hub(name)
 
 
@@ -124,7 +128,7 @@ def _from_hub(name: str) -> ModelFiles:
             f"{name!r} is neither a folder here nor a valid hub name (owner/name): {error}"
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()
+        reason = [_plain(line) for line in str(error).strip().splitlines()]
         raise ModelNotFoundError(
             f"there is no folder {name!r}, and the Hugging Face hub did not deliver such a "
             f"model: {reason[0] if reason else type(error).__name__}. Check the name and the "
@@ -132,3 +136,8 @@ def _from_hub(name: str) -> ModelFiles:
         ) from error
     files = _local(path)
     return ModelFiles(path=files.path, name=name)
+
+
+def _plain(line: str) -> str:
+    """A line of the hub library without the names and numbers of the errors underneath."""
+    return re.sub(r"^(Got: )?(\w+Error: )?(\[Errno -?\d+\] )?", "", line).rstrip(". ")

@@ -18,13 +18,22 @@ from whiflash_agents.engine.errors import CheckpointError, RequestError
 from .traces.schema import Message, ToolCall
 
 _PROBE = {"probe": "value"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
+_PROBE_QUESTION = {"role": "user", "content": "x"}
 
 
 class PromptFormat:
     """The chat template of `tokenizer`, or `chat_template` in its place.
 
     Raises:
-        CheckpointError: there is no chat template.
+        CheckpointError: there is no chat template, or it is not written correctly.
     """
 
     def __init__(self, tokenizer: Any, name: str, chat_template: str | None) -> None:
@@ -34,8 +43,38 @@ class PromptFormat:
         if not self.template_text:
             raise CheckpointError(
                 f"{name} has no chat template, so conversations cannot be turned into prompts: "
-                "use an instruction-tuned model, or give a template"
+                "use an instruction-tuned model, or put its template into the model's folder as "
+                "chat_template.jinja"
             )
+        self._check_syntax()
+
+    def _check_syntax(self) -> None:
+        """A template that cannot be compiled is told now, not with every conversation."""
+        from jinja2 import TemplateSyntaxError
+
+        for tools in ([], [_PROBE_TOOL]):  # a tokenizer may have a template of its own for tools
+            try:
+                self._apply([_PROBE_QUESTION], tools, True)
+            except TemplateSyntaxError as error:
+                reason = (error.message or "").rstrip(".")
+                raise CheckpointError(
+                    f"the chat template of {self._name} is not valid: line {error.lineno}: "
+                    f"{reason}. Correct it (chat_template.jinja, or chat_template in "
+                    "tokenizer_config.json), or fetch the model again"
+                ) from error
+            except Exception:  # it wants other messages than these; those it refuses are told later
+                continue
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether tools change the prompt at all. True for a template that refuses to be asked."""
+        try:
+            with_tool, without = (
+                self._apply([_PROBE_QUESTION], tools, True) for tools in ([_PROBE_TOOL], [])
+            )
+        except Exception:  # a template that wants other messages than these
+            return True
+        return with_tool != without
 
     def render(
         self,
@@ -78,7 +117,7 @@ class PromptFormat:
     @cached_property
     def generation_prompt(self) -> str:
         """What the template writes to open the assistant's turn; empty if it cannot be told."""
-        asked = [{"role": "user", "content": "x"}]
+        asked = [_PROBE_QUESTION]
         try:
             closed, opened = self._apply(asked, [], False), self._apply(asked, [], True)
         except Exception:  # a template that wants other messages than these

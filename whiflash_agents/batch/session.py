@@ -207,6 +207,11 @@ class EngineSession:
         prompt_ids = list(self._chat.prompt_ids(messages, row.tools))
         sampling = SamplingParams(**row.params, seed=row.seed)
         notes: list[str] = []
+        if row.tools and not self._chat.shows_tools:
+            notes.append(
+                f"the chat template of {self._spec.name} does not show tools; {len(row.tools)} "
+                "tools left out"
+            )
         room = self._max_context - len(prompt_ids)
         if room < max(1, sampling.min_tokens):
             raise ContextLengthError(
