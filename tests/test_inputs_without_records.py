@@ -80,3 +80,18 @@ def test_continuing_after_an_assistant_turn_is_told(tmp_path: Path) -> None:
     assert "1 of 2 traces end with an assistant turn" in result.stderr
     replayed = cli("run", str(traces), "--workers", "0", "--target", "./none")
     assert "end with an assistant turn" not in replayed.stderr
+
+
+def test_validate_takes_a_limit_as_run_does(tmp_path: Path) -> None:
+    path = write_traces(tmp_path / "t.jsonl", {"x": ["a", "A"]})
+    with path.open("a") as file:
+        file.write("{oops\n")
+    assert cli("validate", str(path)).exit_code == 2
+    assert cli("validate", str(path), "--limit", "1").exit_code == 0
+    assert cli("validate", str(path), "--limit", "0").exit_code == 2
+
+
+def test_help_tells_every_exit_status() -> None:
+    told = " ".join(cli("run", "--help").stdout.split("Exit status")[1].split())
+    for part in ("1 some rows failed or the run broke off", "holds no record", "143 by SIGTERM"):
+        assert part in told

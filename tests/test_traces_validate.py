@@ -149,6 +149,15 @@ def test_warnings_alone_leave_a_file_valid(tmp_path: Path) -> None:
     assert report.total("warnings") == 1
 
 
+def test_limit_ends_validation_where_a_run_would_end(mixed: list[Path]) -> None:
+    told: list[TraceProblem] = []
+    report = validate(mixed, sink=told.append, limit=2)
+    assert [problem.line for problem in told] == [2]
+    (first,) = report.files
+    assert (first.records, first.traces) == (2, 2)
+    assert len(validate(mixed, limit=3).files) == 2
+
+
 def test_a_named_format_is_used_for_every_record(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"messages": [USER, TURN]}))

@@ -53,7 +53,7 @@ _RUN_SETTINGS = [
         type=click.Choice(["replay", "continue"]),
         shown="replay",
         help="replay: regenerate every assistant turn from the recorded history before it. "
-        "continue: write the next assistant turn after the last message.",
+        "continue: write the next assistant turn after the last message, whoever wrote that.",
     ),
     _setting(
         "--router",
@@ -72,7 +72,8 @@ _RUN_SETTINGS = [
         metavar="N",
         type=int,
         shown="1",
-        help="Ray actors with one engine each; 0 decodes in this process, without Ray.",
+        help="Ray actors with one engine each, which share the GPUs or CPU cores; 0 decodes in "
+        "this process, without Ray.",
     ),
     _setting(
         "--concurrency",
@@ -206,8 +207,9 @@ Every setting can also stand in a TOML file ([sampling] max_tokens = 64) or in t
 (WHIFLASH_MAX_TOKENS=64). The command line wins over the environment, and both over the file.
 
 \b
-Exit status: 0 all rows done, 1 some rows failed, 2 usage or unreadable input,
-130 interrupted (finished rows are kept; a second Ctrl-C aborts at once)."""
+Exit status: 0 all rows done, 1 some rows failed or the run broke off, 2 usage, or input that
+is unreadable or holds no record, 130 interrupted by Ctrl-C, 143 by SIGTERM. Finished rows are
+kept in any case; a second Ctrl-C aborts at once."""
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
 @click.option(
@@ -283,8 +285,11 @@ Exit status: 0 every record can be used (warnings aside), 1 the problems cannot 
 @click.option(
     "--format", metavar="NAME", help="Format of the traces.  [default: recognised by content]"
 )
+@click.option(
+    "--limit", metavar="N", type=click.IntRange(min=1), help="Read the first N traces only."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Problems only, no summary.")
-def validate(traces: tuple[str, ...], format: str | None, quiet: bool) -> None:
+def validate(traces: tuple[str, ...], format: str | None, limit: int | None, quiet: bool) -> None:
     """Tell every problem of trace files, with file, line and field.
 
     Problems go to standard output, one per line, the summary to standard error. No model is loaded.
@@ -302,7 +307,7 @@ def validate(traces: tuple[str, ...], format: str | None, quiet: bool) -> None:
             _fail(reason, EXIT_FAILED_ROWS)
 
     try:
-        report = validate_traces(traces, format, tell)
+        report = validate_traces(traces, format, tell, limit=limit)
     except WhiFlashError as error:
         _fail(error, EXIT_USAGE)
     if not quiet:

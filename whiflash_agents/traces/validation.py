@@ -53,16 +53,20 @@ def validate(
     format: str | None = None,
     sink: Callable[[TraceProblem], None] | None = None,
     *,
+    limit: int | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> ValidationReport:
     """Reads all files to the end, hands each problem to `sink` at once, and returns the counts.
 
-    Memory is that of `scan_traces`; nothing is kept per problem. Raises TraceError for an unknown
+    With `limit`, reading ends at the trace of that number, as in a run; files behind it are not
+    opened. Memory is that of `scan_traces`; nothing is kept per problem. Raises TraceError for an unknown
     `format` and for stdin named twice.
     """
     scanner = TraceScanner(paths, format=format, max_record_bytes=max_record_bytes)
     report = ValidationReport()
     for path in scanner.paths:
+        if report.total("traces") == limit:
+            break
         counts = FileReport(display_name(path))
         report.files.append(counts)
         for item in scanner.scan(path):
@@ -79,5 +83,7 @@ def validate(
                 if message.role == "assistant":
                     counts.assistant_turns += 1
                     counts.tool_calls += len(message.tool_calls)
+            if report.total("traces") == limit:
+                break
         counts.records = scanner.records
     return report
