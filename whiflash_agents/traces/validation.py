@@ -59,8 +59,8 @@ def validate(
     """Reads all files to the end, hands each problem to `sink` at once, and returns the counts.
 
     With `limit`, reading ends at the trace of that number, as in a run; files behind it are not
-    opened. Memory is that of `scan_traces`; nothing is kept per problem. Raises TraceError for an unknown
-    `format` and for stdin named twice.
+    opened. Memory is that of `scan_traces`; nothing is kept per problem. Raises TraceError for an
+    unknown `format` and for stdin named twice.
     """
     scanner = TraceScanner(paths, format=format, max_record_bytes=max_record_bytes)
     report = ValidationReport()
