@@ -49,13 +49,25 @@ def main() -> None:
 
     traces = list(read_traces(args.traces, limit=args.limit))
     resolve_model(args.target)  # before the shards ask for it all at once
-    shares = [(traces[i :: args.shards], args, i) for i in range(args.shards)]
+    shares = [(share, args, i) for i, share in enumerate(split(traces, args.shards))]
     with multiprocessing.get_context("spawn").Pool(args.shards) as pool:
         parts = pool.starmap(replay, shares)
     figures = combine(parts)
     print(json.dumps(figures, indent=2))
     if args.output:
         Path(args.output).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def split(traces: Sequence[Trace], shards: int) -> list[list[Trace]]:
+    """Shares of about equal work: the costliest trace first, each to the lightest share."""
+
+    def cost(trace: Trace) -> int:
+        return len(trace.model_dump_json()) * len(trace.assistant_turns)
+
+    shares: list[list[Trace]] = [[] for _ in range(shards)]
+    for trace in sorted(traces, key=cost, reverse=True):
+        min(shares, key=lambda share: sum(map(cost, share))).append(trace)
+    return shares
 
 
 def replay(traces: list[Trace], args: argparse.Namespace, shard: int) -> dict[str, Any]:
@@ -85,15 +97,19 @@ def replay(traces: list[Trace], args: argparse.Namespace, shard: int) -> dict[st
         target,
         router=RouterByRequest(),
         drafters=drafters,
-        settings=EngineSettings(max_running=9, kv_tokens=100_000),
+        settings=EngineSettings(max_running=9, kv_tokens=100_000, prefill_chunk=512),
     )
     waiting: list[Request] = []
     prompts: list[list[int]] = []
+    too_long: list[str] = []
     sampling = SamplingParams(max_tokens=args.max_tokens)
     for plan in plan_rows(traces, "replay", seed=0, params={}):
         for row in plan.rows:
             messages = [Message.model_validate(m) for m in row.messages]
             prompt = chat.prompt_ids(messages, row.tools)
+            if len(prompt) + args.max_tokens > target.max_context:
+                too_long.append(row.id)
+                continue
             prompts.append(prompt)
             recorded = chat.turn_ids(messages, row.tools, Message.model_validate(row.recorded))
             for arm in ARMS:
@@ -121,9 +137,12 @@ def replay(traces: list[Trace], args: argparse.Namespace, shard: int) -> dict[st
         if time.perf_counter() - told > 60:
             told = time.perf_counter()
             done = sum(map(len, outputs.values()))
-            print(f"shard {shard}: {done} of {total} after {told - started:.0f} s", flush=True)
+            same = {arm: identical(outputs, arm) for arm in ARMS[1:]}
+            seconds = f"{told - started:.0f} s"
+            print(f"shard {shard}: {done} of {total} after {seconds}, same: {same}", flush=True)
     return {
         "rows": len(prompts),
+        "rows_beyond_context": too_long,
         "seconds": time.perf_counter() - started,
         "failed": failed,
         "prompt_positions": sum(map(len, prompts)),
@@ -132,11 +151,14 @@ def replay(traces: list[Trace], args: argparse.Namespace, shard: int) -> dict[st
         "preemptions": engine.totals.preemptions,
         "tokens": {arm: sum(map(len, o.values())) for arm, o in outputs.items()},
         "rounds": rounds,
-        "rows_identical_to_none": {
-            arm: sum(outputs["none"][key] == ids for key, ids in o.items())
-            for arm, o in outputs.items()
-        },
+        "rows_identical_to_none": {arm: identical(outputs, arm)[0] for arm in ARMS},
     }
+
+
+def identical(outputs: dict[str, dict[str, list[int]]], arm: str) -> tuple[int, int]:
+    """Rows whose token ids equal plain decoding's, and rows that both arms have finished."""
+    both = [key for key in outputs[arm] if key in outputs["none"]]
+    return sum(outputs[arm][key] == outputs["none"][key] for key in both), len(both)
 
 
 def distinct_positions(prompts: Sequence[list[int]]) -> int:
@@ -155,6 +177,7 @@ def combine(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     summed = ("rows", "prompt_positions", "distinct_positions", "positions_prefilled")
     figures: dict[str, Any] = {key: sum(p[key] for p in parts) for key in summed}
     figures["seconds"] = round(max(p["seconds"] for p in parts), 1)
+    figures["rows_beyond_context"] = [row for p in parts for row in p["rows_beyond_context"]]
     figures["failed"] = [text for p in parts for text in p["failed"]]
     figures["preemptions"] = sum(p["preemptions"] for p in parts)
     figures["prefilled_per_distinct"] = round(
