@@ -26,8 +26,6 @@ from .kv_cache import KVCache
 # Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
 _CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
-_HUB_SECONDS = 10.0  # for the hub's first answer
-
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -130,10 +128,11 @@ class Target:
     def load(
         cls, path: str | Path, *, device: str = "cpu", dtype: str = "bfloat16", name: str = ""
     ) -> Target:
-        """Load a local Hugging Face folder or a hub name. No code of the checkpoint is executed.
+        """Load a local Hugging Face folder (`whiflash_agents.models.resolve_model` fetches hub
+        names into one). No code of the checkpoint is executed.
 
         Raises:
-            ModelNotFoundError: there is no such model.
+            ModelNotFoundError: there is no such folder, or no model in it.
             CheckpointError: its weights are damaged, incomplete, or of other shapes than its config
                 says.
             SettingsError: `dtype` is none of bfloat16, float16, float32.
@@ -144,9 +143,12 @@ class Target:
 
         if dtype not in _DTYPES:
             raise SettingsError(f"dtype={dtype!r}: expected one of {', '.join(_DTYPES)}")
-        use_hub = not Path(path).is_dir()
-        if use_hub:
-            use_hub = _may_be_fetched(str(path))
+        if not Path(path).is_dir():
+            raise ModelNotFoundError(
+                f"target {str(path)!r} cannot be loaded: there is no such folder. Give a folder "
+                "with config.json and safetensors; whiflash_agents.models.resolve_model(name).path "
+                "is one for a hub name"
+            )
         try:
             with _quiet_transformers():
                 model, report = AutoModelForCausalLM.from_pretrained(
@@ -154,12 +156,12 @@ class Target:
                     dtype=getattr(torch, dtype),
                     trust_remote_code=False,
                     output_loading_info=True,
-                    local_files_only=not use_hub,
+                    local_files_only=True,
                 )
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(
                 f"target {str(path)!r} cannot be loaded: {_first_line(error)}. Give a folder with "
-                "config.json and safetensors, or the name of a model that transformers supports"
+                "config.json and safetensors of a model that transformers supports"
             ) from error
         except (SafetensorError, RuntimeError) as error:
             raise CheckpointError(
@@ -322,32 +324,6 @@ class Target:
                 f"attention as by itself (correlation {agreement:.3f}, expected above 0.98); this "
                 "architecture is not supported"
             )
-
-
-def _may_be_fetched(name: str) -> bool:
-    """Whether the hub can be asked for `name`, which is no folder here; else its cache is asked.
-
-    transformers would repeat each of its requests to a hub that is out of reach.
-
-    Raises:
-        ModelNotFoundError: `name` is no hub name.
-    """
-    from huggingface_hub import constants, get_session
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise ModelNotFoundError(
-            f"target {name!r} cannot be loaded: there is no such folder. Give a folder with "
-            "config.json and safetensors, or a hub name (owner/name)"
-        ) from None
-    try:
-        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:  # one of the HTTP library's many, or the hub's own when told to stay offline
-        return False
-    return True
 
 
 @contextmanager

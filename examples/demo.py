@@ -18,7 +18,7 @@ from rich.table import Table
 from whiflash_agents.batch import generated_part
 
 TRACES = Path(__file__).with_name("traces.jsonl")
-OPTIONS = ["--max-tokens", "64", "--concurrency", "2"]
+OPTIONS = ["--max-tokens", "48", "--concurrency", "2"]
 ARMS = {"none": "plain decoding", "lookup": "drafts by lookup"}
 
 

@@ -42,7 +42,7 @@ def test_example_writes_the_rows_of_the_command_line(
     ("arguments", "told"),
     [
         (["missing.jsonl"], "missing.jsonl: cannot be read"),
-        (["--max-tokens", "0"], "max_tokens=0 is not valid"),
+        (["--max-tokens", "0"], "max_tokens: 0 is not valid"),
         (["--output", "rows.jsonl"], "rows.jsonl already holds something"),
         (["--output", "rows.jsonl", "--overwrite", "--target", "./nowhere"], "nowhere"),
     ],
