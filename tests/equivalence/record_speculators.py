@@ -226,28 +226,32 @@ def eagle3_drafts(model: Eagle3DraftModel, text: Text, n: int) -> tuple[Tensor, 
     return drafted, logits
 
 
-def dflash_forward(
-    model: DFlashDraftModel, text: Text, anchors: list[int], rows: int
-) -> tuple[Tensor, Tensor]:
-    """Blocks at these positions of the text: logits `[anchors * BLOCK, vocab]` and the loss."""
+def no_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss term of zeros: the package's own are written for CUDA, and its loss is not used."""
+    return torch.zeros(targets.shape[:2])
+
+
+def dflash_forward(model: DFlashDraftModel, text: Text, anchors: list[int], rows: int) -> Tensor:
+    """Logits `[anchors * BLOCK, draft_vocab]` of blocks at these positions of the text."""
     tokens = (text.tokens + text.beyond)[:rows]
     loss_mask = torch.zeros(1, rows, dtype=torch.bool)
     loss_mask[0, anchors] = True
     with watched(model.lm_head) as seen:
-        _, loss, _ = model(
+        model(
             hidden_states=text.features(model.target_layer_ids, rows)[None],
             input_ids=torch.tensor([tokens]),
             loss_mask=loss_mask,
             verifier_last_hidden_states=text.hidden_states[-1][:rows][None],
             document_ids=torch.zeros(1, rows, dtype=torch.int64),
+            loss_config={"none": (no_loss, 1.0)},
             max_anchors=len(anchors),
         )
-    return seen[0][0], loss
+    return seen[0][0]
 
 
 def dflash_drafts(model: DFlashDraftModel, text: Text, n: int) -> tuple[Tensor, Tensor]:
     """The block after `n` tokens, as `eagle3_drafts` gives it."""
-    logits, _ = dflash_forward(model, text, [n - 1], n + BLOCK)
+    logits = dflash_forward(model, text, [n - 1], n + BLOCK)
     logits = logits if model.config.sample_from_anchor else logits[1:]
     return to_target(model, logits.argmax(-1)), logits
 
@@ -287,7 +291,7 @@ def step_loss(
     known = [n for n in text.prefixes if n % 4]
     picks = sorted(torch.randperm(len(known), generator=generator)[:8].tolist())
     anchors = [known[pick] - 1 for pick in picks]
-    logits, _ = dflash_forward(model, text, anchors, len(tokens))
+    logits = dflash_forward(model, text, anchors, len(tokens))
     shift = 1 if model.config.sample_from_anchor else 0
     labels = torch.tensor([tokens[a + i + shift] for a in anchors for i in range(BLOCK)])
     used = torch.arange(len(labels)) % BLOCK >= 1 - shift
