@@ -36,47 +36,57 @@ class PackedRow:
 
     Attributes:
         start: first arena position of the sequence's extent.
-        past: committed positions before this row's tokens.
+        past: positions before this row's tokens.
         count: new tokens; they occupy arena positions `start + past ...` in order.
-        tree: `[count, count]` bool visibility among the new tokens, or None for a chain.
-        positions: position of each new token, for a tree (sliding windows need them).
+        tree: bool visibility `[count, m]` over the last m positions, m >= count, of which all
+            before are visible; None for a chain. The target verifies a tree at once (m == count);
+            a drafter grows one level by level, below the levels before.
+        tail_positions: `[m]`, the positions of those, for a tree (sliding windows need them).
+        causal: False lets all new tokens see one another (a drafter's block).
     """
 
     start: int
     past: int
     count: int
     tree: Tensor | None = None
-    positions: Tensor | None = None
-    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    tail_positions: Tensor | None = None
+    causal: bool = True
+    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
         return self.past + self.count
 
-    def mask(self, window: int | None, tile: int, dtype: torch.dtype, device: Any) -> Tensor:
-        """Additive mask `[tile * count, length]`, built once per forward and window size."""
-        key = (window, tile)
-        mask = self.masks.get(key)
-        if mask is None:
-            visible = torch.ones(self.count, self.length, dtype=torch.bool)
-            if self.tree is None:
-                visible[:, self.past :].tril_()
-            else:
-                visible[:, self.past :] = self.tree
-            if window is not None:
-                queries = self._positions()
-                keys = torch.cat((torch.arange(self.past), queries))
-                visible &= queries[:, None] - keys[None, :] < window
-            mask = torch.zeros(visible.shape, dtype=dtype)
-            mask.masked_fill_(~visible, float("-inf"))
-            mask = mask.repeat(tile, 1).to(device)
-            self.masks[key] = mask
-        return mask
+    def visible(self, window: int | None) -> Tensor | None:
+        """What the new tokens see, bool `[count, length]`; None when they see everything."""
+        if not self.causal and self.tree is None:
+            return None
+        visible = torch.ones(self.count, self.length, dtype=torch.bool)
+        if self.tree is None:
+            visible[:, self.past :].tril_()
+        else:
+            visible[:, self.length - self.tree.shape[1] :] = self.tree
+        if window is not None:
+            tail = self.tail_positions
+            if tail is None:
+                tail = torch.arange(self.past, self.length)
+            keys = torch.cat((torch.arange(self.length - len(tail)), tail))
+            visible &= tail[-self.count :, None] - keys[None, :] < window
+        return visible
 
-    def _positions(self) -> Tensor:
-        if self.positions is not None:
-            return self.positions
-        return torch.arange(self.past, self.length)
+    def mask(self, window: int | None, tile: int, dtype: torch.dtype, device: Any) -> Tensor | None:
+        """Additive mask `[tile * count, length]`, built once per forward and window size; None
+        when nothing is hidden."""
+        key = (window, tile)
+        if key not in self.masks:
+            visible = self.visible(window)
+            mask = None
+            if visible is not None:
+                mask = torch.zeros(visible.shape, dtype=dtype)
+                mask.masked_fill_(~visible, float("-inf"))
+                mask = mask.repeat(tile, 1).to(device)
+            self.masks[key] = mask
+        return self.masks[key]
 
 
 @dataclass(slots=True)
@@ -152,19 +162,42 @@ def attend(
         row = whiflash.rows[0]
         keys.narrow(1, row.start + row.past, row.count).copy_(key[0])
         values.narrow(1, row.start + row.past, row.count).copy_(value[0])
-        return _attend_row(query, keys, values, row, scaling, sliding_window), None
+        return attend_rows(query, keys, values, whiflash.rows, scaling, sliding_window), None
 
     keys.index_copy_(1, whiflash.targets, key[0])
     values.index_copy_(1, whiflash.targets, value[0])
+    return attend_rows(query, keys, values, whiflash.rows, scaling, sliding_window), None
+
+
+def attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Sequence[PackedRow],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attention of packed tokens, each row over its own sequence.
+
+    Args:
+        query: `[1, heads, tokens, head_dim]`, the rows' tokens in order.
+        keys, values: `[kv_heads, positions, head_dim]` of the arena, new ones included.
+        window: positions that a token sees, itself included; None for all.
+
+    Returns:
+        `[1, tokens, heads, head_dim]`.
+    """
+    if len(rows) == 1:
+        return _attend_row(query, keys, values, rows[0], scaling, window)
     out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
     offset = 0
-    for row in whiflash.rows:
+    for row in rows:
         part = query.narrow(2, offset, row.count)
         out.narrow(1, offset, row.count).copy_(
-            _attend_row(part, keys, values, row, scaling, sliding_window)
+            _attend_row(part, keys, values, row, scaling, window)
         )
         offset += row.count
-    return out, None
+    return out
 
 
 def _attend_row(
@@ -180,17 +213,17 @@ def _attend_row(
     kv_heads = keys.shape[0]
     groups = heads // kv_heads
     first, length = row.start, row.length
-    if window is not None and count == 1 and length > window:
+    if window is not None and count == 1 and row.tree is None and length > window:
         first, length = first + length - window, window  # what the window hides is never read
         window = None
     k = keys.narrow(1, first, length).unsqueeze(0)
     v = values.narrow(1, first, length).unsqueeze(0)
     masked_window = window if window is not None and row.length > window else None
 
-    if count == 1:
+    if count == 1 and row.tree is None:
         folded = query.reshape(1, kv_heads, groups, dim)
         return scaled_dot_product_attention(folded, k, v, scale=scaling).view(1, 1, heads, dim)
-    if row.past == 0 and row.tree is None and masked_window is None:
+    if row.past == 0 and row.causal and row.tree is None and masked_window is None:
         out = scaled_dot_product_attention(
             query, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )

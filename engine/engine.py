@@ -17,17 +17,21 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 
 import torch
 
 from .acceptance import Walk, verify
 from .attention import PackedRow
+from .catch_up import CatchUp
 from .draft_tree import DraftTree
 from .drafters.base import Drafter, DraftLimit
+from .drafters.context import draft_context
 from .drafters.registry import drafter_names, make_drafter
 from .errors import ContextLengthError, RequestError, SettingsError, WhiFlashError
+from .features import stack
+from .kv_cache import PlaneShape
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
 from .routing.static import StaticRouter
@@ -37,6 +41,10 @@ from .sequence import SequenceState
 from .stopping import StopChecker
 from .target import Target, TargetBatch
 from .telemetry import RoundRecord
+
+CATCH_UP = ("lazy", "eager")
+DRAFT_PREFILL = ("kv-only", "full")
+_COUNTS = ("max_running", "prefill_chunk", "max_draft_nodes", "max_backlog")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,12 @@ class EngineSettings:
         prefill_chunk: prompt tokens computed per step beside the others' rounds.
         max_draft_nodes: most drafted tokens verified per sequence and round.
         prefix_reuse: reuse keys and values of prompts that begin alike.
+        catch_up: `lazy` lets a neural drafter lag behind until it is chosen; `eager` updates all of
+            them every round.
+        draft_prefill: `kv-only` computes keys and values of a drafter's backlog and no more; `full`
+            runs its whole layer over it (EAGLE-3; DFlash's context has nothing more to run).
+        max_backlog: under `lazy`, positions that a drafter may lag behind in one sequence before it
+            catches up unasked, which bounds the memory for target features.
     """
 
     max_running: int = 8
@@ -58,31 +72,55 @@ class EngineSettings:
     prefill_chunk: int = 256
     max_draft_nodes: int = 64
     prefix_reuse: bool = True
+    catch_up: str = "lazy"
+    draft_prefill: str = "kv-only"
+    max_backlog: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "prefill_chunk", "max_draft_nodes", "kv_tokens"):
+        for name in (*_COUNTS, "kv_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) and (name, value) != ("kv_tokens", None):
                 raise SettingsError(f"{name}={value!r}: expected an integer")
-        for name in ("max_running", "prefill_chunk", "max_draft_nodes"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.kv_tokens is not None and self.kv_tokens < 64:
             raise SettingsError(f"kv_tokens={self.kv_tokens}: expected at least 64")
+        for name, choices in (("catch_up", CATCH_UP), ("draft_prefill", DRAFT_PREFILL)):
+            if getattr(self, name) not in choices:
+                raise SettingsError(
+                    f"{name}={getattr(self, name)!r}: expected {' or '.join(choices)}"
+                )
 
 
 @dataclass(slots=True)
 class Totals:
-    """What an engine has done so far. Times in seconds."""
+    """What an engine has done so far, and the memory it did it in. Times in seconds.
+
+    Attributes:
+        positions_recomputed: reused positions that the target computed once more because a
+            drafter's row there depended on a token that differs.
+        draft_seconds: drafting, with the catching up of drafters that were chosen.
+        catch_up_seconds: all catching up, chosen or not.
+        draft_rows: context rows made, per drafting network.
+        kv_bytes: of the arena, per model.
+        feature_bytes, feature_bytes_peak: held by the feature buffers now, and at most.
+    """
 
     steps: int = 0
     rounds: int = 0
     output_tokens: int = 0
     positions_prefilled: int = 0
+    positions_recomputed: int = 0
     preemptions: int = 0
     step_seconds: float = 0.0
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
+    draft_rows: dict[str, int] = field(default_factory=dict)
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    feature_bytes: int = 0
+    feature_bytes_peak: int = 0
 
 
 @dataclass(slots=True)
@@ -98,11 +136,13 @@ class _Drafts:
 
 @dataclass(slots=True)
 class _Verified:
-    """A sequence that gets new tokens in this step: its tree and where its logits begin."""
+    """A sequence that gets new tokens in this step: its tree, and where that begins among the
+    step's logits and packed tokens."""
 
     sequence: SequenceState
     tree: DraftTree
     first_row: int
+    first_token: int = 0
     drafts: _Drafts | None = None  # None: the last chunk of a prompt
 
 
@@ -140,32 +180,53 @@ class WhiFlashEngine:
         self.drafters: dict[str, Drafter] = {
             name: given[name] if name in given else make_drafter(name) for name in self.router.arms
         }
-        self.totals = Totals()
+        eager = self.settings.catch_up == "eager"
+        self._catch_up = CatchUp(
+            [c for d in self.drafters.values() if (c := draft_context(d)) is not None],
+            max_backlog=0 if eager else self.settings.max_backlog,
+        )
+        # What a round may write behind the committed positions: trees to verify, or a drafter's
+        # own rows while it drafts.
+        self._scratch = max(self.settings.max_draft_nodes, self._catch_up.scratch)
         self._decode = decode
-        self._cache = target.new_cache(self._kv_positions())
+        contexts = self._catch_up.contexts.values()
+        planes = [context.plane_shape for context in contexts]
+        self._cache = target.new_cache(self._kv_positions(planes), beside=planes)
+        for context, plane in zip(contexts, self._cache.beside, strict=True):
+            context.bind(target, plane, full_prefill=self.settings.draft_prefill == "full")
+        self.totals = Totals(kv_bytes=self._kv_bytes())
         self._scheduler = Scheduler(
             self._cache,
             max_running=self.settings.max_running,
             prefill_chunk=self.settings.prefill_chunk,
-            draft_nodes=self.settings.max_draft_nodes if self.drafters else 0,
+            scratch=self._scratch if self.drafters else 0,
             prefix_reuse=self.settings.prefix_reuse,
+            lookahead=self._catch_up.lookahead,
+            settle=self._catch_up.settle,
         )
         self._sequences: dict[str, SequenceState] = {}
         self._arrivals = 0
         self._subscribers: dict[str, deque[Event]] = {}
         self._unclaimed: list[Event] = []
 
-    def _kv_positions(self) -> int:
+    def _kv_positions(self, planes: Sequence[PlaneShape]) -> int:
         if self.settings.kv_tokens is not None:
             return self.settings.kv_tokens
-        wanted = self.settings.max_running * (
-            self.target.max_context + self.settings.max_draft_nodes
-        )
+        wanted = self.settings.max_running * (self.target.max_context + self._scratch)
         if self.target.device.type == "cuda":
             memory = int(torch.cuda.mem_get_info(self.target.device)[0] * 0.8)
         else:
             memory = _free_memory() // 4
-        return max(64, min(wanted, memory // self.target.bytes_per_position))
+        each = sum(p.bytes_per_position(self.target.dtype) for p in (self.target.plane, *planes))
+        return max(64, min(wanted, memory // each))
+
+    def _kv_bytes(self) -> dict[str, int]:
+        planes = {"target": self.target.plane}
+        planes |= {name: c.plane_shape for name, c in self._catch_up.contexts.items()}
+        return {
+            name: plane.bytes_per_position(self.target.dtype) * self._cache.positions
+            for name, plane in planes.items()
+        }
 
     # Asking ----------------------------------------------------------------------------------
 
@@ -206,14 +267,13 @@ class WhiFlashEngine:
                 f"{params.max_tokens} exceed the target's context of {self.target.max_context}; "
                 "shorten the prompt or lower max_tokens"
             )
-        # Drafts count for every router: what is refused must not depend on how it is drafted.
-        most = len(prompt) + params.max_tokens + self.settings.max_draft_nodes
+        # Drafts count even under `none`: what is refused should not depend on how it is drafted.
+        most = len(prompt) + params.max_tokens + self._scratch
         if most > self._cache.positions:
             raise ContextLengthError(
                 f"request {request.id!r} needs up to {most} KV positions ({len(prompt)} prompt + "
-                f"{params.max_tokens} max_tokens + {self.settings.max_draft_nodes} "
-                f"max_draft_nodes), the KV cache has {self._cache.positions}; lower max_tokens or "
-                "raise kv_tokens"
+                f"{params.max_tokens} max_tokens + {self._scratch} for drafts), the KV cache has "
+                f"{self._cache.positions}; lower max_tokens or raise kv_tokens"
             )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = SequenceState(
@@ -324,6 +384,7 @@ class WhiFlashEngine:
                 sequence.admitted_at = started
                 for drafter in self.drafters.values():
                     drafter.open(sequence)
+            self._catch_up.start(sequence)
 
         decoding = [s for s in self._scheduler.running if s.is_decoding]
         drafts = self._draft(decoding)
@@ -337,12 +398,17 @@ class WhiFlashEngine:
         if not batch.rows:
             return
         before = time.perf_counter()
-        output = self.target.forward(batch, self._cache)
+        output = self.target.forward(batch, self._cache, capture=self._catch_up.layers)
         forward_seconds = time.perf_counter() - before
+        features = stack(output.features, self._catch_up.layers) if output.features else None
         # Counted only now: after a forward that failed, nothing unwritten passes for a prefix.
+        first = 0
         for sequence, count in chunks:
             sequence.num_cached += count
             self.totals.positions_prefilled += count
+            if features is not None:
+                self._catch_up.append(sequence, features, range(first, first + count))
+            first += count
 
         walks = verify(
             output.logits,
@@ -354,9 +420,11 @@ class WhiFlashEngine:
         packed = len(batch.token_ids)
         records = []
         for item, walk in zip(verified, walks, strict=True):
-            record = self._commit(item, walk, output.logits)
+            record = self._commit(item, walk, output.logits, features)
             if record is not None:
                 records.append((record, len(item.tree) / packed))
+
+        self._catch_up.bound(self._scheduler.running)
 
         seconds = time.perf_counter() - started
         together = seconds - sum(r.catch_up_seconds + r.draft_seconds for r, _ in records)
@@ -367,11 +435,20 @@ class WhiFlashEngine:
         self.totals.rounds += len(records)
         self.totals.step_seconds += seconds
         self.totals.forward_seconds += forward_seconds
-        self.totals.preemptions = self._scheduler.num_preemptions
+        self._count()
+
+    def _count(self) -> None:
+        totals, catch_up = self.totals, self._catch_up
+        totals.preemptions = self._scheduler.num_preemptions
+        totals.positions_recomputed = self._scheduler.positions_recomputed
+        totals.catch_up_seconds = catch_up.seconds
+        totals.draft_rows = dict(catch_up.rows)
+        totals.feature_bytes = catch_up.feature_bytes
+        totals.feature_bytes_peak = catch_up.feature_bytes_peak
 
     def _reserve(self) -> None:
         """Room for the next rows of those that decode, before others are admitted to it."""
-        nodes = self._scheduler.draft_nodes
+        nodes = self._scheduler.scratch
         for sequence in [s for s in self._scheduler.running if s.is_decoding]:
             self._scheduler.reserve(sequence, sequence.num_cached + 1 + nodes)
 
@@ -383,6 +460,9 @@ class WhiFlashEngine:
                 f"router {self.router.name!r} chose {', '.join(map(repr, sorted(strange)))}, which "
                 f"is not among its arms ({', '.join(self.router.arms)}) nor {NONE!r}"
             )
+        arms = [
+            arm if self._can_draft(arm, s) else NONE for s, arm in zip(decoding, arms, strict=True)
+        ]
         drafts = [
             _Drafts(DraftTree(s.tokens[-1]), arm) for s, arm in zip(decoding, arms, strict=True)
         ]
@@ -397,7 +477,11 @@ class WhiFlashEngine:
             ]
             backlogs = [drafter.backlog(s) for s in sequences]
             started = time.perf_counter()
-            drafter.catch_up(sequences)
+            context = draft_context(drafter)
+            if context is None:
+                drafter.catch_up(sequences)
+            else:
+                self._catch_up.consume(context, sequences)
             caught_up = time.perf_counter()
             trees = drafter.draft(sequences, limits)
             ended = time.perf_counter()
@@ -409,6 +493,13 @@ class WhiFlashEngine:
                 drafts[i].catch_up_seconds = (caught_up - started) / len(chosen)
                 drafts[i].draft_seconds = (ended - caught_up) / len(chosen)
         return drafts
+
+    def _can_draft(self, arm: str, sequence: SequenceState) -> bool:
+        """Whether the arm's network still serves the sequence (its context may be too long)."""
+        if arm == NONE:
+            return False
+        context = draft_context(self.drafters[arm])
+        return context is None or self._catch_up.available(context, sequence)
 
     def _check_tree(self, drafter: str, tree: DraftTree, sequence: SequenceState) -> None:
         # A larger tree would be written into the next sequence's part of the arena.
@@ -456,11 +547,18 @@ class WhiFlashEngine:
         row = PackedRow(sequence.extent.start, past, len(tree))
         if not tree.is_chain:
             row.tree = tree.visibility()
-            row.positions = torch.tensor(positions)
+            row.tail_positions = torch.tensor(positions)
+        first_token = len(batch.token_ids)
         first_row = batch.add(row, tree.tokens, positions, logits_from=0)
-        return _Verified(sequence, tree, first_row, drafts)
+        return _Verified(sequence, tree, first_row, first_token, drafts)
 
-    def _commit(self, item: _Verified, walk: Walk, logits: torch.Tensor) -> RoundRecord | None:
+    def _commit(
+        self,
+        item: _Verified,
+        walk: Walk,
+        logits: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> RoundRecord | None:
         """Step 6 for one sequence; returns the round's record (None for a prompt's own token)."""
         sequence, tree = item.sequence, item.tree
         assert sequence.extent is not None
@@ -476,6 +574,9 @@ class WhiFlashEngine:
         sequence.tokens.extend(kept)
         # Every token but the last has its keys and values; what a stop cut off is forgotten.
         sequence.num_cached = len(sequence.tokens) - 1
+        if features is not None and item.drafts is not None:
+            rows = [item.first_token + node for node in walk.path[: len(kept)]]
+            self._catch_up.append(sequence, features, rows)
         self.totals.output_tokens += len(kept)
         if sequence.logprobs is not None:
             rows = [item.first_row + node for node in walk.path[: len(kept)]]

@@ -1,9 +1,13 @@
-"""The target's KV cache: one preallocated arena of positions, shared by all sequences.
+"""The KV cache: one preallocated arena of positions, shared by all sequences.
 
 A sequence owns an `Extent`, a contiguous range of positions, so that attention reads a plain view
 of the arena: nothing is gathered, padded or copied per round. Rolling back is a length change kept
 by the sequence; an accepted tree path is compacted in place (`commit`); a prefix computed for one
 sequence is copied to another (`copy`), all layers in one operation.
+
+Drafters with keys and values of their own have a `Plane` beside the target's: the same positions,
+other layers. What moves, copies or frees an extent does so in every plane, so a reused prefix
+brings the drafters' context with it.
 """
 
 from __future__ import annotations
@@ -29,38 +33,62 @@ class Extent:
         return self.start + self.capacity
 
 
-class KVCache:
-    """Keys and values of every layer for `positions` token positions.
+@dataclass(frozen=True, slots=True)
+class PlaneShape:
+    """Layers, key/value heads and head size of one model's keys and values."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_position(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+class Plane:
+    """Keys and values of one model over all positions of the arena.
 
     Attributes:
         keys, values: one tensor per layer, each `[kv_heads, positions, head_dim]`, views of a
             single allocation `[layers, kv_heads, positions, head_dim]`.
     """
 
+    __slots__ = ("arenas", "keys", "values")
+
+    def __init__(
+        self, shape: PlaneShape, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # `empty` leaves pages of a CPU arena uncommitted until they are written, and no position is
+        # ever read before it was written, so nothing needs to be zeroed.
+        size = (shape.layers, shape.kv_heads, positions, shape.head_dim)
+        self.arenas = tuple(torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self.keys, self.values = (list(arena.unbind(0)) for arena in self.arenas)
+
+
+class KVCache:
+    """Keys and values of every layer for `positions` token positions.
+
+    Attributes:
+        keys, values: the target's (see `Plane`).
+        beside: one plane per shape that was asked for, in that order.
+    """
+
     def __init__(
         self,
+        shape: PlaneShape,
         *,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
         positions: int,
         dtype: torch.dtype,
         device: torch.device,
+        beside: Sequence[PlaneShape] = (),
     ) -> None:
         positions -= positions % GRANULE
-        shape = (layers, kv_heads, positions, head_dim)
-        # `empty` leaves pages of a CPU arena uncommitted until they are written, and no position is
-        # ever read before it was written, so nothing needs to be zeroed.
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
-        self.keys = list(self._keys.unbind(0))
-        self.values = list(self._values.unbind(0))
+        self._target = Plane(shape, positions, dtype, device)
+        self.beside = [Plane(other, positions, dtype, device) for other in beside]
+        self._arenas = [a for plane in (self._target, *self.beside) for a in plane.arenas]
+        self.keys, self.values = self._target.keys, self._target.values
         self.positions = positions
         self._extents: list[Extent] = []  # sorted by start
-
-    @staticmethod
-    def bytes_per_position(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
 
     # Space -----------------------------------------------------------------------------------
 
@@ -108,7 +136,7 @@ class KVCache:
         parked = None
         if last is not None:
             n = lengths[id(last)]
-            parked = [a.narrow(2, last.start, n).clone() for a in (self._keys, self._values)]
+            parked = [a.narrow(2, last.start, n).clone() for a in self._arenas]
             self.free(last)
         cursor = 0
         for extent in self._extents:
@@ -119,7 +147,7 @@ class KVCache:
         if last is not None and parked is not None:
             last.start = cursor
             self._extents.append(last)
-            for arena, part in zip((self._keys, self._values), parked, strict=True):
+            for arena, part in zip(self._arenas, parked, strict=True):
                 arena.narrow(2, cursor, part.shape[2]).copy_(part)
 
     def _move(self, source: int, target: int, count: int) -> None:
@@ -127,7 +155,7 @@ class KVCache:
         step = source - target
         for offset in range(0, count, step):
             n = min(step, count - offset)
-            for arena in (self._keys, self._values):
+            for arena in self._arenas:
                 part = arena.narrow(2, source + offset, n)
                 arena.narrow(2, target + offset, n).copy_(part)
 
@@ -142,12 +170,12 @@ class KVCache:
     def copy(self, source: Extent, target: Extent, start: int, end: int) -> None:
         """Copy positions `[start, end)` of `source` to the same positions of `target`."""
         if end > start:
-            for arena in (self._keys, self._values):
+            for arena in self._arenas:
                 part = arena.narrow(2, source.start + start, end - start)
                 arena.narrow(2, target.start + start, end - start).copy_(part)
 
     def commit(self, extent: Extent, length: int, path: Sequence[int]) -> None:
-        """Keep an accepted tree path: row `length + path[i]` becomes row `length + i`.
+        """Keep an accepted tree path of the target: row `length + path[i]` becomes `length + i`.
 
         `length` is the number of committed positions before the tree, `path` the accepted nodes
         from the root, so `path[0] == 0`. A path that is already contiguous costs nothing.
@@ -157,8 +185,8 @@ class KVCache:
         if not moved:
             return
         base = extent.start + length
-        rows = torch.tensor([base + node for node in moved], device=self._keys.device)
-        for arena in (self._keys, self._values):
+        rows = torch.tensor([base + node for node in moved], device=self._target.arenas[0].device)
+        for arena in self._target.arenas:  # drafters keep committed positions only
             # index_select copies first: sources may lie among the targets.
             arena.narrow(2, base + first, len(moved)).copy_(arena.index_select(2, rows))
 

@@ -1,20 +1,22 @@
 """Which sequences run, and on which part of the KV arena.
 
 Admission is first come, first served under a budget of arena positions. A prompt whose beginning
-was computed before reuses those keys and values: in place when a finished sequence left them
-behind, by a copy otherwise; and it waits when a running sequence is just about to compute them, so
-that every distinct position is prefilled once. Long prompts are prefilled in chunks beside the
-rounds of the others. When the arena is full, finished prefixes are dropped first, then the youngest
-running sequence is preempted: it waits at the front and resumes with what it generated so far.
+was computed before reuses those keys and values, drafters' included: in place when a finished
+sequence left them behind, by a copy otherwise; and it waits when a running sequence is just about
+to compute them, so that every distinct position is prefilled once. Long prompts are prefilled in
+chunks beside the rounds of the others. When the arena is full, finished prefixes are dropped first,
+then the youngest running sequence is preempted: it waits at the front and resumes with what it
+generated so far.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .kv_cache import Extent, KVCache
-from .sequence import SequenceState, common_prefix_length
+from .sequence import ContextState, SequenceState, common_prefix_length
 
 _RESERVE = 128  # output positions reserved at admission; more are claimed as the output grows
 _LOOK_AHEAD = 16  # waiting sequences considered when the first ones wait for a prefix
@@ -24,19 +26,24 @@ _MAX_RETAINED = 64  # finished prefixes kept; the arena's size usually binds fir
 
 @dataclass(slots=True, eq=False)
 class Retained:
-    """Keys and values that a finished sequence left behind: `tokens[i]` is at position i, and the
-    first `num_prompt` were its prompt."""
+    """Keys and values that a finished sequence left behind: those of the first `num_cached` of its
+    `tokens`, of which the first `num_prompt` were its prompt. `context_rows` says how far each
+    drafter's context reaches."""
 
     tokens: list[int]
+    num_cached: int
     num_prompt: int
     extent: Extent
+    context_rows: dict[str, int]
 
 
 @dataclass(slots=True)
 class Source:
-    """The best place to take a prompt's beginning from."""
+    """The best place to take a prompt's beginning from. `lost` positions are computed again though
+    the target has them, because a drafter's rows there depend on a token that differs."""
 
     length: int = 0
+    lost: int = 0
     running: SequenceState | None = None
     retained: Retained | None = None
 
@@ -47,8 +54,11 @@ class Scheduler:
     Args:
         max_running: sequences that run at once.
         prefill_chunk: prompt tokens per step, all sequences together.
-        draft_nodes: drafted tokens that a round may write behind the committed ones.
+        scratch: positions that a round may write behind the committed ones.
         prefix_reuse: off computes every prompt from its first token.
+        lookahead: tokens behind a position on which drafters' rows there depend.
+        settle: called before others build on a sequence's prefix, to bring its drafters' contexts
+            up to date.
     """
 
     def __init__(
@@ -57,17 +67,22 @@ class Scheduler:
         *,
         max_running: int,
         prefill_chunk: int,
-        draft_nodes: int,
+        scratch: int,
         prefix_reuse: bool = True,
+        lookahead: int = 0,
+        settle: Callable[[SequenceState], None] = lambda sequence: None,
     ) -> None:
         self.cache = cache
         self.max_running = max_running
         self.prefill_chunk = prefill_chunk
-        self.draft_nodes = draft_nodes
+        self.scratch = scratch
         self.prefix_reuse = prefix_reuse
+        self.lookahead = lookahead
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
+        self.positions_recomputed = 0
+        self._settle = settle
         self._retained: list[Retained] = []  # least recently used first
         self._awaits: dict[str, tuple[SequenceState, int]] = {}
 
@@ -83,9 +98,16 @@ class Scheduler:
         self.running.remove(sequence)
         assert sequence.extent is not None
         if self.prefix_reuse and keep and sequence.num_cached:
-            kept = sequence.tokens[: sequence.num_cached]
-            num_prompt = min(sequence.num_prompt, len(kept))
-            self._retained.append(Retained(kept, num_prompt, sequence.extent))
+            self._settle(sequence)
+            self._retained.append(
+                Retained(
+                    sequence.tokens,
+                    sequence.num_cached,
+                    min(sequence.num_prompt, sequence.num_cached),
+                    sequence.extent,
+                    _context_rows(sequence),
+                )
+            )
             if len(self._retained) > _MAX_RETAINED:
                 self._evict()
         else:
@@ -139,19 +161,23 @@ class Scheduler:
             return best
         limit = len(sequence.tokens) - 1  # the last token is always computed: it yields the logits
         for retained in reversed(self._retained):
-            length = common_prefix_length(sequence.tokens, retained.tokens, limit)
+            shared = common_prefix_length(sequence.tokens, retained.tokens)
+            length = min(shared - self.lookahead, retained.num_cached, limit)
             if length > best.length:
-                best = Source(length, retained=retained)
+                lost = min(shared, retained.num_cached, limit) - length
+                best = Source(length, lost, retained=retained)
             if length == limit:
                 return best
         coming, coming_from = 0, None
         for other in self.running:
-            shared = common_prefix_length(sequence.tokens, other.tokens, limit)
-            ready = min(shared, other.num_cached)
+            shared = common_prefix_length(sequence.tokens, other.tokens)
+            usable = min(shared - self.lookahead, limit)
+            ready = min(usable, other.num_cached)
             if ready > best.length:
-                best = Source(ready, running=other)
-            if shared > coming and other.num_pending > 1:
-                coming, coming_from = shared, other
+                lost = min(shared, other.num_cached, limit) - ready
+                best = Source(ready, lost, running=other)
+            if usable > coming and other.num_pending > 1:
+                coming, coming_from = usable, other
         if coming_from is not None and coming - best.length >= _WORTH_WAITING:
             self._awaits[sequence.id] = (coming_from, coming)
             return None
@@ -159,7 +185,7 @@ class Scheduler:
 
     def _wanted(self, sequence: SequenceState) -> int:
         """Positions to start with: the prompt, a round's drafts, and some of the output."""
-        return len(sequence.tokens) + self.draft_nodes + min(sequence.num_remaining, _RESERVE)
+        return len(sequence.tokens) + self.scratch + min(sequence.num_remaining, _RESERVE)
 
     def _obtainable(self) -> int:
         """Positions that are free once every retained prefix is dropped or taken over."""
@@ -171,6 +197,12 @@ class Scheduler:
         The caller has made sure that there is room (`_obtainable`).
         """
         wanted, retained = self._wanted(sequence), source.retained
+        rows: dict[str, int] = {}
+        if source.running is not None:
+            self._settle(source.running)
+            rows = _context_rows(source.running)
+        elif retained is not None:
+            rows = retained.context_rows
         if retained is not None and self._may_take_over(retained, source.length, wanted):
             self._retained.remove(retained)
             extent = self._widen(retained.extent, source.length, wanted, wanted)
@@ -184,6 +216,10 @@ class Scheduler:
                 self.cache.copy(origin.extent, extent, 0, source.length)
             if retained is not None:
                 self._touch(retained)
+        sequence.contexts = {
+            name: ContextState(min(count, source.length)) for name, count in rows.items()
+        }
+        self.positions_recomputed += source.lost
         self._start(sequence, extent, source.length)
 
     def _may_take_over(self, retained: Retained, length: int, wanted: int) -> bool:
@@ -212,7 +248,7 @@ class Scheduler:
         The youngest sequence is preempted first; that may be `sequence` itself, whose `extent` is
         None afterwards.
         """
-        most = len(sequence.tokens) + sequence.num_remaining + self.draft_nodes
+        most = len(sequence.tokens) + sequence.num_remaining + self.scratch
         # Moving costs in proportion to the length, so one that moves takes half as much again: what
         # an output moves in all stays in proportion to its length.
         ample = min(most, positions + max(_RESERVE, positions // 2))
@@ -229,6 +265,7 @@ class Scheduler:
         self.cache.free(victim.extent)
         victim.extent = None
         victim.num_cached = 0
+        victim.contexts, victim.features = {}, None
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
 
@@ -274,7 +311,7 @@ class Scheduler:
 
     def _defragment(self, *, last: Extent | None = None, used: int = 0) -> None:
         lengths = {id(s.extent): s.num_cached for s in self.running if s.extent is not None}
-        lengths |= {id(r.extent): len(r.tokens) for r in self._retained}
+        lengths |= {id(r.extent): r.num_cached for r in self._retained}
         if last is not None:
             lengths[id(last)] = used
         self.cache.defragment(lengths, last=last)
@@ -299,3 +336,7 @@ class Scheduler:
                 chunks.append((sequence, count))
                 budget -= count
         return chunks
+
+
+def _context_rows(sequence: SequenceState) -> dict[str, int]:
+    return {name: state.rows for name, state in sequence.contexts.items()}

@@ -5,11 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from .features import FeatureBuffer
 from .kv_cache import Extent
 from .request import Request, TokenLogprob
 from .sampling import Sampler
 from .stopping import StopChecker
 from .telemetry import SpeculationStats
+
+
+@dataclass(slots=True)
+class ContextState:
+    """How far one drafter's context reaches in a sequence (`drafters/context.py`).
+
+    Attributes:
+        rows: positions whose keys and values it has.
+        last: what drafting needs of the last row.
+        off: the sequence has outgrown the drafter.
+    """
+
+    rows: int = 0
+    last: Tensor | None = None
+    off: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +39,8 @@ class SequenceState:
         num_cached: tokens whose keys and values are in the extent. In decoding it is one less than
             `len(tokens)`: the bonus token of the last round enters with the next forward.
         extent: its share of the arena; None while it waits.
+        contexts: how far the context of each neural drafter reaches.
+        features: target features that some of them have not consumed; None when none needs any.
         last_drafter: who drafted its last round, to tell switches.
     """
 
@@ -33,6 +53,8 @@ class SequenceState:
     num_cached: int = 0
     extent: Extent | None = None
     cached_tokens: int = 0
+    contexts: dict[str, ContextState] = field(default_factory=dict)
+    features: FeatureBuffer | None = None
     last_drafter: str = ""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprob] | None = None

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from .attention import NAME, AttentionPlan, LayerShape, PackedRow, Probe, attend
+from .attention import NAME, AttentionPlan, PackedRow, Probe, attend
 from .errors import CheckpointError, ModelNotFoundError, SettingsError, UnsupportedTargetError
-from .kv_cache import KVCache
+from .kv_cache import KVCache, PlaneShape
 
 # Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
 _CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -86,8 +87,8 @@ class Target:
     """A causal LM with its KV shape, limits and stop tokens.
 
     Attributes:
-        capture_layers: hidden states to return, in Hugging Face indexing (0 is the embedding
-            output, i the output of layer i - 1). Only these are kept during a forward.
+        plane: shape of its keys and values.
+        hidden_size: width of its hidden states.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.vocab_size: int = self.config.vocab_size
+        self.hidden_size: int = self.config.hidden_size
         self.eos_token_ids = tuple(
             _eos_token_ids(model) if eos_token_ids is None else eos_token_ids
         )
-        self.capture_layers: tuple[int, ...] = ()
         self._hidden: Tensor | None = None
 
         self._refuse_uncroppable()
@@ -119,8 +120,8 @@ class Target:
             reference = model(input_ids=reference_ids, use_cache=False).logits[0].float()
         _register_attention()
         model.set_attn_implementation(NAME)
-        self.kv_shape = self._probe()
-        self.num_layers: int = self.config.num_hidden_layers
+        self.plane = self._probe()
+        self.num_layers = self.plane.layers
         model.get_output_embeddings().register_forward_pre_hook(self._keep_hidden)
         self._check_against(reference_ids[0].tolist(), reference)
 
@@ -178,43 +179,55 @@ class Target:
 
     # Running ---------------------------------------------------------------------------------
 
-    def new_cache(self, positions: int) -> KVCache:
-        """A KV arena of `positions` for this target, on its device.
+    def new_cache(self, positions: int, *, beside: Sequence[PlaneShape] = ()) -> KVCache:
+        """A KV arena of `positions` for this target and the planes of its drafters, on its device.
 
         Raises:
             SettingsError: the device has not that much memory.
         """
-        needed = positions * self.bytes_per_position
+        each = sum(shape.bytes_per_position(self.dtype) for shape in (self.plane, *beside))
+        needed = positions * each
         memory = _device_memory(self.device)
         refusal = (
             f"kv_tokens={positions} needs {_gib(needed)} of memory for keys and values "
-            f"({self.bytes_per_position:,} bytes each), device {self.device} "
+            f"({each:,} bytes each), device {self.device} "
         )
         remedy = "lower kv_tokens, or leave it out to go by the free memory"
         if memory is not None and needed > memory:
             raise SettingsError(f"{refusal}has {_gib(memory)}; {remedy}")
         try:
             return KVCache(
-                layers=self.num_layers,
-                kv_heads=self.kv_shape.kv_heads,
-                head_dim=self.kv_shape.key_dim,
+                self.plane,
                 positions=positions,
                 dtype=self.dtype,
                 device=self.device,
+                beside=beside,
             )
         except (RuntimeError, MemoryError) as error:  # torch raises either, by device and size
             raise SettingsError(f"{refusal}does not give it; {remedy}") from error
 
     @property
-    def bytes_per_position(self) -> int:
-        """KV bytes of one token position, all layers."""
-        return KVCache.bytes_per_position(
-            self.num_layers, self.kv_shape.kv_heads, self.kv_shape.key_dim, self.dtype
-        )
+    def embedding(self) -> Tensor:
+        """`[vocab or more, hidden]`, the raw input embedding, without what a model may do to its
+        output (scaling, norms)."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The model's own output head: `[rows, hidden]` -> logits `[rows, vocab]`."""
+        head = self.model.get_output_embeddings()
+        return linear(hidden, head.weight, getattr(head, "bias", None))
 
     @torch.inference_mode()
-    def forward(self, batch: TargetBatch, cache: KVCache) -> TargetOutput:
-        """One forward over the packed tokens; their keys and values are written to `cache`."""
+    def forward(
+        self, batch: TargetBatch, cache: KVCache, *, capture: Sequence[int] = ()
+    ) -> TargetOutput:
+        """One forward over the packed tokens; their keys and values are written to `cache`.
+
+        Args:
+            capture: hidden states to return as features, in Hugging Face indexing (0 is the
+                embedding output, i the output of layer i - 1). Only these are kept.
+        """
         targets = None
         if len(batch.rows) > 1:
             where: list[int] = []
@@ -225,8 +238,8 @@ class Target:
         if len(batch.logit_rows) == len(batch.token_ids):
             keep = 0  # all rows, without a gather
         kwargs: dict[str, Any] = {}
-        if self.capture_layers:
-            kwargs["output_hidden_states"] = list(self.capture_layers)
+        if capture:
+            kwargs["output_hidden_states"] = list(capture)
         output = self.model(
             input_ids=torch.tensor([batch.token_ids], device=self.device),
             position_ids=torch.tensor([batch.positions], device=self.device),
@@ -236,9 +249,9 @@ class Target:
             **kwargs,
         )
         features = {}
-        if self.capture_layers:
+        if capture:
             # One entry per hidden state there is; those that were not asked for are None.
-            features = {layer: output.hidden_states[layer][0] for layer in self.capture_layers}
+            features = {layer: output.hidden_states[layer][0] for layer in capture}
         hidden, self._hidden = self._hidden, None
         assert hidden is not None  # the hook ran: `_check_against` would have failed at load
         return TargetOutput(output.logits[0], hidden[0], features)
@@ -272,7 +285,7 @@ class Target:
             )
 
     @torch.inference_mode()
-    def _probe(self) -> LayerShape:
+    def _probe(self) -> PlaneShape:
         """Find the shape of every layer's keys and values; they must be alike."""
         probe = Probe()
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
@@ -290,7 +303,7 @@ class Target:
                 f"{type(self.model).__name__} has keys and values of different shapes "
                 f"({', '.join(map(str, sorted(shapes, key=str)))}); one shape is supported"
             )
-        return shape
+        return PlaneShape(len(expected), shape.kv_heads, shape.key_dim)
 
     def _check_against(self, ids: list[int], reference: Tensor) -> None:
         """A packed, cached, chunked forward must give the plain forward's logits.

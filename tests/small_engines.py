@@ -68,7 +68,7 @@ def assert_arena_is_sound(engine: WhiFlashEngine) -> None:
     """Nobody shares positions, and what is said to be cached is what the tokens really give."""
     plan = engine._scheduler
     holders = [(s.extent, s.tokens[: s.num_cached]) for s in plan.running]
-    holders += [(r.extent, r.tokens) for r in plan._retained]
+    holders += [(r.extent, r.tokens[: r.num_cached]) for r in plan._retained]
     assert sorted(id(e) for e, _ in holders) == sorted(id(e) for e in engine._cache._extents)
     spans = sorted((e.start, e.end) for e, _ in holders if e is not None)
     assert all(a[1] <= b[0] for a, b in pairwise(spans))

@@ -19,7 +19,6 @@ from whiflash_agents.engine.draft_tree import DraftTree
 from whiflash_agents.engine.drafters.base import DraftLimit
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.errors import RequestError, SettingsError, WhiFlashError
-from whiflash_agents.engine.kv_cache import KVCache
 from whiflash_agents.engine.request import Request, SamplingParams
 from whiflash_agents.engine.routing.static import StaticRouter
 from whiflash_agents.engine.sequence import SequenceState
@@ -133,7 +132,7 @@ def test_kv_tokens_beyond_the_memory_are_refused_with_the_size_and_the_remedy(
 ) -> None:
     if not known:  # then the allocation itself tells
         monkeypatch.setattr("whiflash_agents.engine.target._device_memory", lambda device: None)
-    needed = kv_tokens * tiny.target().bytes_per_position / 2**30
+    needed = kv_tokens * tiny.target().plane.bytes_per_position(torch.float32) / 2**30
     with pytest.raises(SettingsError, match=rf"kv_tokens={kv_tokens} needs .*lower") as caught:
         WhiFlashEngine(tiny.target(), settings=EngineSettings(kv_tokens=kv_tokens))
     assert f"{needed:,.1f} GiB" in str(caught.value)
@@ -186,14 +185,14 @@ def test_a_forward_that_fails_poisons_nothing(
     """Nothing unwritten may pass for a computed prefix, wherever the run was interrupted."""
     engine = build()
     # Whatever is read before it was written must show.
-    engine._cache._keys.fill_(torch.nan)
-    engine._cache._values.fill_(torch.nan)
+    for data in engine._cache._arenas:
+        data.fill_(torch.nan)
     forward, calls = Target.forward, itertools.count(1)
 
-    def interrupted(self: Target, batch: TargetBatch, cache: KVCache) -> TargetOutput:
+    def interrupted(self: Target, *args: Any, **kwargs: Any) -> TargetOutput:
         if next(calls) == failing:
             raise KeyboardInterrupt
-        return forward(self, batch, cache)
+        return forward(self, *args, **kwargs)
 
     requests = [ask("a", range(3, 43)), ask("b", range(3, 33))]
     monkeypatch.setattr(Target, "forward", interrupted)
@@ -212,8 +211,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, engine: WhiFlashEngine, key: str, aft
     """The logits of one sequence are NaN once it has `after` tokens of output."""
     forward = Target.forward
 
-    def spoiled(self: Target, batch: TargetBatch, cache: KVCache) -> TargetOutput:
-        output = forward(self, batch, cache)
+    def spoiled(self: Target, batch: TargetBatch, *args: Any, **kwargs: Any) -> TargetOutput:
+        output = forward(self, batch, *args, **kwargs)
         sequence = engine._sequences.get(key)
         if sequence is None or sequence.num_output < after:
             return output

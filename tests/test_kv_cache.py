@@ -16,21 +16,18 @@ from hypothesis.stateful import (
     rule,
 )
 
-from whiflash_agents.engine.kv_cache import GRANULE, Extent, KVCache
+from whiflash_agents.engine.kv_cache import GRANULE, Extent, KVCache, PlaneShape
 
 LAYERS, HEADS, DIM = 2, 2, 3
+BESIDE = PlaneShape(1, 1, 5)  # a drafter's
+SHAPE = PlaneShape(LAYERS, HEADS, DIM)
 # Tells layers, heads and dimensions apart, so that none of them can be swapped unnoticed.
 PATTERN = torch.arange(LAYERS * HEADS * DIM).view(LAYERS, HEADS, 1, DIM) / 16
 
 
 def arena(positions: int) -> KVCache:
     return KVCache(
-        layers=LAYERS,
-        kv_heads=HEADS,
-        head_dim=DIM,
-        positions=positions,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        SHAPE, positions=positions, dtype=torch.float32, device=torch.device("cpu"), beside=[BESIDE]
     )
 
 
@@ -73,8 +70,8 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, granules: int, extra: int, sizes: list[int]) -> object:
         self.size = granules * GRANULE
         self.cache = arena(self.size + extra)
-        self.cache._keys.fill_(torch.nan)
-        self.cache._values.fill_(torch.nan)
+        for data in self.cache._arenas:
+            data.fill_(torch.nan)
         self.content: dict[Extent, list[int | None]] = {}
         self.next_value = 0
         for positions in sizes:
@@ -212,7 +209,7 @@ def test_arena_is_as_large_as_whole_granules_allow() -> None:
 def test_bytes_per_position_is_what_the_arena_takes() -> None:
     cache = arena(2 * GRANULE)
     taken = sum(t.nbytes for t in (*cache.keys, *cache.values))
-    one = KVCache.bytes_per_position(LAYERS, HEADS, DIM, torch.float32)
+    one = SHAPE.bytes_per_position(torch.float32)
     assert taken == 2 * GRANULE * one
 
 

@@ -100,7 +100,7 @@ class Sequences:
                 positions = [past + depth for depth in new.depths]
                 row = PackedRow(self.starts[which], past, len(new))
                 if not new.is_chain:
-                    row.tree, row.positions = new.visibility(), torch.tensor(positions)
+                    row.tree, row.tail_positions = new.visibility(), torch.tensor(positions)
                 firsts[which] = batch.add(row, new.tokens, positions, logits_from=0)
             else:
                 positions = list(range(past, past + len(new)))
@@ -278,9 +278,8 @@ def test_a_forward_without_wanted_logits_computes_none(architecture: str) -> Non
 def test_hidden_times_lm_head_is_the_logits(architecture: str) -> None:
     target = target_of(architecture)
     output = target.forward(one_row(0, text(65, 9), 3), target.new_cache(64))
-    head = target.model.get_output_embeddings()
     with torch.no_grad():
-        torch.testing.assert_close(head(output.hidden), output.logits)
+        torch.testing.assert_close(target.head(output.hidden), output.logits)
 
 
 @pytest.mark.parametrize("layers", [(0,), (1,), (2,), (0, 2), (2, 0, 1)])
@@ -288,11 +287,10 @@ def test_features_are_the_hidden_states_of_the_chosen_layers_and_nothing_else_is
     architecture: str, reference: Any, layers: tuple[int, ...]
 ) -> None:
     target = Target(model(architecture))
-    target.capture_layers = layers
     kept: list[Any] = []
     target.model.register_forward_hook(lambda *args: kept.append(args[-1].hidden_states))
     tokens = text(66, 12)
-    output = target.forward(one_row(0, tokens, 11), target.new_cache(64))
+    output = target.forward(one_row(0, tokens, 11), target.new_cache(64), capture=layers)
     with torch.no_grad():
         wanted = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     assert sorted(output.features) == sorted(layers)
@@ -302,7 +300,7 @@ def test_features_are_the_hidden_states_of_the_chosen_layers_and_nothing_else_is
     assert [i for i, state in enumerate(kept[0]) if state is not None] == sorted(layers)
 
 
-def test_without_capture_layers_no_hidden_state_is_kept(architecture: str) -> None:
+def test_without_capture_no_hidden_state_is_kept(architecture: str) -> None:
     target = Target(model(architecture))
     kept: list[Any] = []
     target.model.register_forward_hook(lambda *args: kept.append(args[-1].hidden_states))

@@ -24,7 +24,11 @@ class DraftLimit:
 
 
 class Drafter(Protocol):
-    """Proposes draft trees. State is kept per sequence, from `open` to `close`."""
+    """Proposes draft trees. State is kept per sequence, from `open` to `close`.
+
+    A neural drafter also has an attribute `context`, a `DraftContext`: the engine then gives it
+    target features and a plane of the KV arena, and keeps its state per sequence.
+    """
 
     name: str
 

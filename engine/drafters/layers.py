@@ -70,8 +70,8 @@ class Rotary(nn.Module):
         if kind in _REFUSED_ROPE:
             raise CheckpointError(
                 f"the drafter's rope_type is {kind!r}, whose frequencies change with the length of "
-                "the text, so its keys cannot be computed late; use a drafter with default, linear, "
-                "yarn or llama3 rotary embedding"
+                "the text, so its keys cannot be computed late; use a drafter with rotary "
+                "embedding of type default, linear, yarn or llama3"
             )
         if config.rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise CheckpointError(
