@@ -5,7 +5,7 @@
     /tmp/speculators/bin/python tests/equivalence/record_speculators.py [variant ...]
 
 Pinned: speculators 0.9.0, torch 2.14.1, transformers 5.19.0. The package has forwards for training
-only, so drafts are read out of those. EAGLE-3: row `n - 2` of its time-test steps is the draft
+only, so drafts are read out of those. EAGLE-3: row `n - 2` of its training-time-test steps is the draft
 after `n` tokens, when the tokens it is forced to read there are the ones it drafted itself. DFlash:
 one anchor at the bonus token. Drafters are trained for a few dozen steps, through the same
 forwards, until they are right about some of the target's text.
@@ -119,7 +119,7 @@ def layer_config(variant: Variant) -> PretrainedConfig:
         "tie_word_embeddings": False,
     }
     config = kind(**{**common, **variant.layer})
-    # Boolean masks: the eager ones are built in bfloat16, flex attention needs no CPU tests.
+    # Takes boolean masks as they are; those of the eager implementation are built in bfloat16.
     config._attn_implementation = "sdpa"
     return config
 
@@ -327,6 +327,7 @@ def record(name: str, variant: Variant) -> None:
 def save(model: Eagle3DraftModel | DFlashDraftModel, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
+    (folder / "config.py").unlink()  # the package leaves a copy of its source there
 
 
 def load(folder: Path) -> Eagle3DraftModel | DFlashDraftModel:

@@ -11,7 +11,17 @@ from __future__ import annotations
 import shutil
 
 import torch
-from recording import EOS, FIXTURES, HIDDEN, MASK, NEW_TOKENS, VOCAB, greedy, randomise, smallest_gap
+from recording import (
+    EOS,
+    FIXTURES,
+    HIDDEN,
+    MASK,
+    NEW_TOKENS,
+    VOCAB,
+    greedy,
+    randomise,
+    smallest_gap,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 _SHAPE = {
