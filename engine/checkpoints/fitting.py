@@ -112,7 +112,7 @@ def _problems(
             problems.append(
                 (name, f"is of type {kind}, expected bfloat16, float16 or float32 (not quantised)")
             )
-    for name, found in weights.tensors.items():
+    for name, found in sorted(weights.tensors.items()):
         if name not in expected and name not in ignored:
             shape = list(found.shape)
             problems.append((name, f"of shape {shape} is unexpected: the config has no use for it"))
