@@ -174,7 +174,9 @@ class WhiFlashEngine:
         given = drafters or {}
         if isinstance(router, str) and router not in (names := {NONE, *given, *drafter_names()}):
             raise SettingsError(
-                f"router {router!r} is not available; available: {', '.join(sorted(names))}"
+                f"router {router!r} is not available; available: {', '.join(sorted(names))}. "
+                "Drafters with weights are given as `drafters` "
+                "(engine.drafters.registry.neural_drafters)"
             )
         self.router: Router = StaticRouter(router) if isinstance(router, str) else router
         self.drafters: dict[str, Drafter] = {

@@ -122,7 +122,10 @@ def test_settings_come_from_file_and_environment_too(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--router", "eagle3"], "--router: 'eagle3' is not valid: eagle3 drafts with trained"),
+        (
+            ["--router", "neural"],
+            "--router: 'neural' is not valid: neural chooses between drafters",
+        ),
         (["--router", "lokup"], "did you mean 'lookup'?"),
         (["--max-tokens", "0"], "--max-tokens: 0 is not valid: expected at least 1"),
         (["--temperature", "-1"], "--temperature: -1.0 is not valid"),

@@ -136,9 +136,27 @@ def test_value_out_of_range_is_refused_with_its_option(field: str, value: Any) -
 
 
 @pytest.mark.parametrize("router", ROUTERS_TO_COME)
-def test_router_that_needs_trained_drafters_is_refused_by_name(router: str) -> None:
-    with pytest.raises(SettingsError, match=f"{router} drafts with trained weights"):
+def test_router_between_drafters_is_refused_by_name(router: str) -> None:
+    with pytest.raises(SettingsError, match=f"{router} chooses between drafters"):
         Settings.of(router=router)
+
+
+@pytest.mark.parametrize(
+    ("router", "network"), [("eagle3", "eagle3"), ("dflash", "dflash"), ("ddtree", "dflash")]
+)
+def test_router_needs_the_weights_that_it_drafts_with(router: str, network: str) -> None:
+    with pytest.raises(SettingsError, match=rf"as {network} \(--{network}\)"):
+        Settings.of(router=router)
+    assert Settings.of(router=router, **{network: "somewhere"}).network == network
+    with pytest.raises(SettingsError, match="expected a folder or a hub name"):
+        Settings.of(**{network: " "})
+
+
+@pytest.mark.parametrize("field", ["eagle3_tokens", "ddtree_nodes"])
+def test_a_tree_larger_than_what_is_verified_is_refused(field: str) -> None:
+    with pytest.raises(SettingsError, match=f"{field}=65 is more than max_draft_nodes=64"):
+        Settings.of(**{field: 65})
+    assert Settings.of(**{field: 65}, max_draft_nodes=65)
 
 
 def test_unknown_router_is_refused_with_the_nearest_name() -> None:
@@ -199,8 +217,8 @@ def test_a_name_that_is_near_to_none_gets_no_suggestion(name: str) -> None:
     assert "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize("router", ["eagle", "tree", "no", "eagle33"])
-def test_no_router_is_suggested_that_is_far_away_or_not_to_be_had(router: str) -> None:
+@pytest.mark.parametrize("router", ["speculative", "trees", "no", "greedy"])
+def test_no_router_is_suggested_that_is_far_away(router: str) -> None:
     with pytest.raises(SettingsError, match="no router of this name") as error:
         Settings.of(router=router)
     assert "did you mean" not in str(error.value)

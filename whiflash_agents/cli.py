@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from rich.markup import escape
 
 from whiflash_agents import __version__
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
@@ -59,8 +60,19 @@ _RUN_SETTINGS = [
         "--router",
         metavar="NAME",
         shown="lookup",
-        help="How drafts are made: none (plain decoding) or lookup (drafts from the prompt, the "
-        "output so far and the recorded turn). It never changes what is generated.",
+        help="How drafts are made: none (plain decoding), lookup (from the prompt, the output so "
+        "far and the recorded turn), eagle3 (needs --eagle3), dflash or ddtree (need --dflash). It "
+        "never changes what is generated.",
+    ),
+    _setting(
+        "--eagle3",
+        metavar="PATH",
+        help="Folder or Hugging Face name of an EAGLE-3 drafter that was trained for the target.",
+    ),
+    _setting(
+        "--dflash",
+        metavar="PATH",
+        help="Folder or Hugging Face name of a DFlash drafter that was trained for the target.",
     ),
     _setting(
         "--target",
@@ -170,6 +182,44 @@ _RUN_SETTINGS = [
         shown="on",
         help="Whether --router lookup may draft from the recorded turn that a row replays.",
     ),
+    _setting("--eagle3-depth", metavar="N", type=int, shown="8", help="Levels of an EAGLE-3 tree."),
+    _setting(
+        "--eagle3-top-k",
+        metavar="N",
+        type=int,
+        shown="10",
+        help="Nodes of a level that are expanded; 1 makes a chain.",
+    ),
+    _setting(
+        "--eagle3-tokens", metavar="N", type=int, shown="60", help="Nodes of an EAGLE-3 tree."
+    ),
+    _setting("--ddtree-nodes", metavar="N", type=int, shown="32", help="Nodes of a ddtree."),
+    _setting(
+        "--max-draft-nodes",
+        metavar="N",
+        type=int,
+        shown="64",
+        help="Most drafted tokens verified per sequence and round.",
+    ),
+    _setting(
+        "--catch-up",
+        type=click.Choice(["lazy", "eager"]),
+        shown="lazy",
+        help="lazy: a neural drafter catches up when it is chosen. eager: after every round.",
+    ),
+    _setting(
+        "--draft-prefill",
+        type=click.Choice(["kv-only", "full"]),
+        shown="kv-only",
+        help="What a neural drafter computes of tokens that it missed.",
+    ),
+    _setting(
+        "--max-backlog",
+        metavar="N",
+        type=int,
+        shown="512",
+        help="Tokens that a neural drafter may miss before it catches up unasked.",
+    ),
     _setting(
         "--kv-tokens",
         metavar="N",
@@ -190,10 +240,17 @@ _RUN_SETTINGS = [
 ]
 
 
-def _run_settings(command: Any) -> Any:
-    for option in reversed(_RUN_SETTINGS):
-        command = option(command)
-    return command
+def _settings(*only: str) -> Callable[[Any], Any]:
+    """The options of `run`, or those of them that set the fields named."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(_RUN_SETTINGS):
+            probe = option(lambda: None).__click_params__[0]
+            if not only or probe.name in only:
+                command = option(command)
+        return command
+
+    return add
 
 
 @main.command(
@@ -223,7 +280,7 @@ kept in any case; a second Ctrl-C aborts at once."""
 @click.option("--metrics", metavar="FILE", help="Write the figures of the run to FILE, as JSON.")
 @click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no summary.")
-@_run_settings
+@_settings()
 def run(
     traces: tuple[str, ...],
     output: str,
@@ -313,6 +370,54 @@ def validate(traces: tuple[str, ...], format: str | None, limit: int | None, qui
     if not quiet:
         _print_validation(report)
     sys.exit(0 if report.ok else EXIT_USAGE)
+
+
+_DOCTOR_SETTINGS = ("target", "eagle3", "dflash", "device", "dtype", "max_backlog", "prefill_chunk")
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  whiflash-batch doctor
+  whiflash-batch doctor --target path/to/model --eagle3 path/to/eagle3 --dflash path/to/dflash
+
+Exit status: 0 all is well, 1 something is missing or does not fit, 2 usage."""
+)
+@_settings(*_DOCTOR_SETTINGS)
+@click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
+def doctor(config: str | None, **values: Any) -> None:
+    """Tell what is installed, which devices and models are found, and what is missing.
+
+    With a drafter, also whether it belongs to the target and what it costs in memory. Nothing is
+    downloaded but a drafter or target that is named by its hub name.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from whiflash_agents.doctor import examine
+    from whiflash_agents.settings import load_settings
+
+    try:
+        settings = load_settings(values, config=config)
+    except WhiFlashError as error:
+        _fail(error, EXIT_USAGE)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    table = Table()
+    table.add_column("area")
+    table.add_column("what", overflow="fold")
+    table.add_column("state")
+    table.add_column("found", overflow="fold")
+    area, problems = "", 0
+    for finding in examine(settings):
+        shown = finding.area if finding.area != area else ""
+        if shown and area:
+            table.add_section()
+        area = finding.area
+        style = "bold red" if finding.is_problem else None
+        table.add_row(shown, finding.name, finding.state, escape(finding.text), style=style)
+        problems += finding.is_problem
+    console.print(table)
+    sys.exit(EXIT_FAILED_ROWS if problems else 0)
 
 
 def _start_pool(spec: SessionSpec, settings: Settings) -> Runner:

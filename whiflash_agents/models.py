@@ -16,6 +16,9 @@ from typing import Any
 
 from whiflash_agents.engine.errors import ModelNotFoundError
 
+# A drafter's repository: config and weights, which are often still pickled (and then loaded with
+# `weights_only`).
+_DRAFTER_PATTERNS = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 _WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
@@ -68,12 +71,51 @@ def resolve_model(name: str | None = None) -> ModelFiles:
         )
     if name == _default_name():
         return _embedded()
-    if name.startswith((".", "/", "~", os.sep)) or name.count("/") > 1 or "\\" in name:
+    if _looks_like_path(name):
         raise ModelNotFoundError(
             f"there is no folder {name}: target (--target) takes the folder of a model, a hub "
             "name (owner/name), or nothing for the embedded default"
         )
     return _from_hub(name)
+
+
+def find_local(name: str | None) -> Path | None:
+    """The folder of the model `name` if it is on this machine; None if it would be fetched first.
+
+    Raises:
+        ModelNotFoundError: it looks like a folder, and there is no model in it.
+    """
+    from .embedded import default_target
+
+    if name is None or name == default_target.NAME:
+        return default_target.installed(cache_dir())
+    if Path(name).expanduser().is_dir() or Path(name).is_file() or _looks_like_path(name):
+        return resolve_model(name).path
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def resolve_drafter(name: str) -> Path:
+    """The folder of the drafter `name`: a local folder, or a hub name that is fetched into one.
+
+    Raises:
+        ModelNotFoundError: nothing of that name; the text says what was tried and what to do.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelNotFoundError(
+            f"{name} is a file; expected the folder that holds a drafter's config.json and weights"
+        )
+    if _looks_like_path(name):
+        raise ModelNotFoundError(
+            f"there is no folder {name}: a drafter is given as its folder or as a hub name "
+            "(owner/name)"
+        )
+    return _fetch(name, _DRAFTER_PATTERNS)
 
 
 def embedded_template(file: str) -> str:
@@ -117,12 +159,21 @@ def _local(path: Path) -> ModelFiles:
     return ModelFiles(path=path, name=resolved.name)
 
 
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~", os.sep)) or name.count("/") > 1 or "\\" in name
+
+
 def _from_hub(name: str) -> ModelFiles:
+    files = _local(_fetch(name, _HUB_PATTERNS))
+    return ModelFiles(path=files.path, name=name)
+
+
+def _fetch(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        path = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except HFValidationError as error:
         raise ModelNotFoundError(
             f"{name!r} is neither a folder here nor a valid hub name (owner/name): {error}"
@@ -134,8 +185,6 @@ def _from_hub(name: str) -> ModelFiles:
             f"model: {reason[0] if reason else type(error).__name__}. Check the name and the "
             "network; a gated model needs a token (hf auth login)"
         ) from error
-    files = _local(path)
-    return ModelFiles(path=files.path, name=name)
 
 
 def _plain(line: str) -> str:

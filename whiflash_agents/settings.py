@@ -33,9 +33,18 @@ ENVIRONMENT_PREFIX = "WHIFLASH_"
 # Variables with our prefix that are not settings of a run.
 OTHER_VARIABLES = frozenset({"WHIFLASH_CACHE"})
 
-ROUTERS = ("none", "lookup")
-# Named by the method, but they draft with trained weights that this version cannot load.
-ROUTERS_TO_COME = ("eagle3", "dflash", "ddtree", "entropy", "neural", "cost-aware")
+# Which network a router drafts with; None needs no weights.
+ROUTER_NETWORKS: dict[str, str | None] = {
+    "none": None,
+    "lookup": None,
+    "eagle3": "eagle3",
+    "dflash": "dflash",
+    "ddtree": "dflash",
+}
+ROUTERS = tuple(ROUTER_NETWORKS)
+_NETWORK_NAMES = {"eagle3": "an EAGLE-3 checkpoint", "dflash": "a DFlash checkpoint"}
+# Named by the method, but this version has only the arms that they would choose from.
+ROUTERS_TO_COME = ("entropy", "neural", "cost-aware")
 
 
 class _Section(BaseModel):
@@ -122,11 +131,53 @@ class EngineSection(_Section):
             return router
         if router in ROUTERS_TO_COME:
             raise ValueError(
-                f"{router} drafts with trained weights, which this version cannot load yet; "
-                f"use {' or '.join(ROUTERS)}"
+                f"{router} chooses between drafters, which this version does not do yet; use one "
+                f"of {', '.join(ROUTERS)}"
             )
         near = nearest(router, ROUTERS)
-        raise ValueError(f"there is no router of this name{near}; use {' or '.join(ROUTERS)}")
+        raise ValueError(f"there is no router of this name{near}; use one of {', '.join(ROUTERS)}")
+
+
+class DraftersSection(_Section):
+    """The neural drafters: where their weights are, how they draft, when they catch up."""
+
+    eagle3: str | None = Field(default=None, description="folder or hub name of an EAGLE-3 drafter")
+    dflash: str | None = Field(default=None, description="folder or hub name of a DFlash drafter")
+    eagle3_depth: int = Field(default=8, ge=1, description="levels of an EAGLE-3 tree")
+    eagle3_top_k: int = Field(
+        default=10, ge=1, description="nodes of a level that are expanded; 1 makes a chain"
+    )
+    eagle3_tokens: int = Field(default=60, ge=1, description="nodes of an EAGLE-3 tree")
+    ddtree_nodes: int = Field(default=32, ge=1, description="nodes of a ddtree")
+    max_draft_nodes: int = Field(
+        default=64, ge=1, description="most drafted tokens verified per sequence and round"
+    )
+    catch_up: Literal["lazy", "eager"] = Field(
+        default="lazy", description="lazy: a drafter catches up when it is chosen"
+    )
+    draft_prefill: Literal["kv-only", "full"] = Field(
+        default="kv-only", description="what a drafter computes of tokens that it missed"
+    )
+    max_backlog: int = Field(
+        default=512, ge=1, description="tokens that a drafter may miss before it catches up unasked"
+    )
+
+    @field_validator("eagle3", "dflash")
+    @classmethod
+    def _named(cls, drafter: str | None) -> str | None:
+        if drafter is not None and not drafter.strip():
+            raise ValueError("expected a folder or a hub name")
+        return drafter
+
+    @model_validator(mode="after")
+    def _fit(self) -> DraftersSection:
+        for name in ("eagle3_tokens", "ddtree_nodes"):
+            if getattr(self, name) > self.max_draft_nodes:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is more than max_draft_nodes="
+                    f"{self.max_draft_nodes}, which bounds what is verified; raise that, too"
+                )
+        return self
 
 
 class RunSection(_Section):
@@ -150,6 +201,7 @@ class Settings(_Section):
 
     model: ModelSection = ModelSection()
     sampling: SamplingSection = SamplingSection()
+    drafters: DraftersSection = DraftersSection()
     engine: EngineSection = EngineSection()
     run: RunSection = RunSection()
 
@@ -160,7 +212,17 @@ class Settings(_Section):
                 f"device={self.model.device!r} picks a GPU by number, but with workers="
                 f"{self.run.workers} Ray assigns the GPUs; use device cuda, or workers 0"
             )
+        if (network := self.network) and getattr(self.drafters, network) is None:
+            raise ValueError(
+                f"router={self.engine.router!r} drafts with {_NETWORK_NAMES[network]}, and none is "
+                f"given; give its folder or hub name as {network} (--{network})"
+            )
         return self
+
+    @property
+    def network(self) -> str | None:
+        """The drafting network that the router needs: `eagle3`, `dflash` or none."""
+        return ROUTER_NETWORKS[self.engine.router]
 
     @classmethod
     def of(cls, **values: Any) -> Settings:

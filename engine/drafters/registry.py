@@ -7,13 +7,46 @@ from typing import Any
 
 from ..errors import SettingsError
 from .base import Drafter
+from .ddtree import DDTreeDrafter
+from .dflash import DFlashContext, DFlashDrafter
+from .dflash_model import DFlashModel
+from .eagle3 import Eagle3Drafter
+from .eagle3_model import Eagle3Model
 from .lookup import LookupDrafter
 
+# Drafters that need no weights.
 _FACTORIES: dict[str, Callable[..., Drafter]] = {"lookup": LookupDrafter}
 
 
+def neural_drafters(
+    *,
+    eagle3: Eagle3Model | None = None,
+    dflash: DFlashModel | None = None,
+    eagle3_depth: int = 8,
+    eagle3_top_k: int = 10,
+    eagle3_tokens: int = 60,
+    ddtree_nodes: int = 32,
+) -> dict[str, Drafter]:
+    """The arms over the networks that are given, for one engine: `eagle3`; `dflash` and `ddtree`,
+    which share one context.
+
+    Raises:
+        SettingsError: a setting below 1.
+    """
+    arms: dict[str, Drafter] = {}
+    if eagle3 is not None:
+        arms["eagle3"] = Eagle3Drafter(
+            eagle3, depth=eagle3_depth, top_k=eagle3_top_k, total_tokens=eagle3_tokens
+        )
+    if dflash is not None:
+        context = DFlashContext(dflash)
+        arms["dflash"] = DFlashDrafter(context)
+        arms["ddtree"] = DDTreeDrafter(context, nodes=ddtree_nodes)
+    return arms
+
+
 def drafter_names() -> list[str]:
-    """The drafters that `make_drafter` can build."""
+    """The drafters that `make_drafter` can build: those without weights."""
     return sorted(_FACTORIES)
 
 

@@ -161,13 +161,24 @@ class WhiFlashBatch:
             self._progress.close()
 
     def _load(self) -> Runner:
-        from whiflash_agents.models import resolve_model
+        from whiflash_agents.models import resolve_drafter, resolve_model
 
+        drafters, network = self.settings.drafters, self.settings.network
         started = time.monotonic()
         self._progress.phase("finding the model")
         model = resolve_model(self.settings.model.target)
+        drafter = None
+        if network is not None:
+            self._progress.phase(f"finding the {network} drafter")
+            drafter = resolve_drafter(getattr(drafters, network))
+        for other in ("eagle3", "dflash"):
+            if other != network and getattr(drafters, other) is not None:
+                self._progress.phase(
+                    f"the {other} drafter is not used: router {self.settings.engine.router} does "
+                    "not draft with it"
+                )
         self._progress.phase(f"loading {model.name}")
-        runner = self._make_runner(SessionSpec.of(self.settings, model), self.settings)
+        runner = self._make_runner(SessionSpec.of(self.settings, model, drafter), self.settings)
         self.figures.target = model.name
         self.figures.loading_seconds = time.monotonic() - started
         return runner

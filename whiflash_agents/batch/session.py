@@ -11,13 +11,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from whiflash_agents.devices import pick_device
 from whiflash_agents.engine.errors import ContextLengthError, WorkerError
 from whiflash_agents.engine.request import Event, GenerationResult, Request, SamplingParams
-from whiflash_agents.settings import Settings
+from whiflash_agents.settings import ROUTER_NETWORKS, DraftersSection, Settings
 from whiflash_agents.traces import Message
 
 from .plan import Row
@@ -25,6 +26,8 @@ from .rows import failed_row, output_row
 
 if TYPE_CHECKING:
     from whiflash_agents.chat import Chat
+    from whiflash_agents.engine.drafters.base import Drafter
+    from whiflash_agents.engine.target import Target
     from whiflash_agents.models import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -62,10 +65,13 @@ class SessionSpec:
     recorded_drafts: bool
     rounds: bool
     threads: int | None = None
+    drafters: DraftersSection = field(default_factory=DraftersSection)
+    drafter_path: Path | None = None
 
     @classmethod
-    def of(cls, settings: Settings, model: ModelFiles) -> SessionSpec:
-        """The session that `settings` ask for, with the weights found at `model`."""
+    def of(cls, settings: Settings, model: ModelFiles, drafter: Path | None = None) -> SessionSpec:
+        """The session that `settings` ask for, with the weights found at `model` and those of the
+        network that the router drafts with at `drafter`."""
         return cls(
             path=model.path.absolute(),  # an actor may stand in another folder
             name=model.name,
@@ -79,6 +85,8 @@ class SessionSpec:
             prefill_chunk=settings.engine.prefill_chunk,
             recorded_drafts=settings.engine.recorded_drafts,
             rounds=settings.run.rounds,
+            drafters=settings.drafters,
+            drafter_path=None if drafter is None else drafter.absolute(),
         )
 
 
@@ -91,32 +99,53 @@ def load_session(spec: SessionSpec) -> EngineSession:
 
     if spec.threads is not None:
         torch.set_num_threads(spec.threads)
-    device = spec.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise WorkerError(
-            f"device {device!r} was asked for, but torch {torch.__version__} finds no usable GPU; "
-            "use device auto or cpu"
-        )
-    dtype = spec.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
-
+    device, dtype = pick_device(spec.device, spec.dtype)
     target = Target.load(spec.path, device=device, dtype=dtype)
     chat = Chat.from_pretrained(
         spec.path, chat_template=spec.chat_template, response_template=spec.response_template
     )
     settings = EngineSettings(
-        max_running=spec.concurrency, kv_tokens=spec.kv_tokens, prefill_chunk=spec.prefill_chunk
+        max_running=spec.concurrency,
+        kv_tokens=spec.kv_tokens,
+        prefill_chunk=spec.prefill_chunk,
+        max_draft_nodes=spec.drafters.max_draft_nodes,
+        catch_up=spec.drafters.catch_up,
+        draft_prefill=spec.drafters.draft_prefill,
+        max_backlog=spec.drafters.max_backlog,
     )
-    engine = WhiFlashEngine(target, router=spec.router, settings=settings, decode=chat.decode)
+    engine = WhiFlashEngine(
+        target,
+        router=spec.router,
+        drafters=_load_drafters(spec, target),
+        settings=settings,
+        decode=chat.decode,
+    )
     return EngineSession(
         engine,
         chat,
         spec,
         max_context=target.max_context,
         machine={"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
+    )
+
+
+def _load_drafters(spec: SessionSpec, target: Target) -> dict[str, Drafter]:
+    """The drafter that the router needs, if it has weights."""
+    network = ROUTER_NETWORKS[spec.router]
+    if network is None:
+        return {}
+    from whiflash_agents.engine.checkpoints import load_dflash, load_eagle3
+    from whiflash_agents.engine.drafters.registry import neural_drafters
+
+    assert spec.drafter_path is not None  # `Settings` refuses a router without its network
+    options = spec.drafters
+    return neural_drafters(
+        eagle3=load_eagle3(spec.drafter_path, target) if network == "eagle3" else None,
+        dflash=load_dflash(spec.drafter_path, target) if network == "dflash" else None,
+        eagle3_depth=options.eagle3_depth,
+        eagle3_top_k=options.eagle3_top_k,
+        eagle3_tokens=options.eagle3_tokens,
+        ddtree_nodes=options.ddtree_nodes,
     )
 
 
@@ -233,7 +262,9 @@ class EngineSession:
 
     def _recorded_ids(self, row: Row, messages: list[Message], notes: list[str]) -> Sequence[int]:
         """Tokens of the recorded turn, for the drafters that retrieve. A hint: never an error."""
-        if row.recorded is None or self._spec.router == "none" or not self._spec.recorded_drafts:
+        if row.recorded is None or not self._spec.recorded_drafts:
+            return ()
+        if self._spec.router != "lookup":  # no other drafter reads it
             return ()
         ids = self._chat.turn_ids(messages, row.tools, Message.model_validate(row.recorded))
         if not ids:

@@ -52,7 +52,7 @@ def install(cache: Path, *, fetch: Fetch | None = None) -> Path:
         ModelNotFoundError: it could not be downloaded, does not match its checksum, or could not
             be written. The text says what to do.
     """
-    folder = cache / "models" / f"smollm2-135m-instruct-v{CONVERSION}"
+    folder = _folder(cache)
     if _is_intact(folder):  # without the lock, so that a read-only cache works
         return folder
     try:
@@ -67,6 +67,16 @@ def install(cache: Path, *, fetch: Fetch | None = None) -> Path:
             "WHIFLASH_CACHE to a folder with room that you may write to"
         ) from error
     return folder
+
+
+def installed(cache: Path) -> Path | None:
+    """The folder of the default model under `cache`, if it is there and whole."""
+    folder = _folder(cache)
+    return folder if _is_intact(folder) else None
+
+
+def _folder(cache: Path) -> Path:
+    return cache / "models" / f"smollm2-135m-instruct-v{CONVERSION}"
 
 
 @contextmanager
