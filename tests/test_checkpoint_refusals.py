@@ -53,7 +53,7 @@ def test_eagle3_folder_is_no_dflash_and_says_where_it_belongs(tmp_path: Path, la
     speculators = tc.speculators_config("eagle3", layer={})
     config = tc.eagle3_config() if layout == "original" else speculators
     message = refusal(load_dflash, tmp_path, config, tc.eagle3_tensors())
-    assert "EAGLE-3 drafter, expected DFlash" in message
+    assert "holds an EAGLE-3 drafter, expected DFlash" in message
     assert "load_eagle3" in message
 
 

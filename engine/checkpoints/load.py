@@ -17,6 +17,7 @@ from .speculators import read_speculators_dflash, read_speculators_eagle3
 Kind = Literal["EAGLE-3", "DFlash"]
 
 _LOADERS = {"EAGLE-3": "load_eagle3 (drafter 'eagle3')", "DFlash": "load_dflash (drafter 'dflash')"}
+_NAMES = {"EAGLE-3": "an EAGLE-3 drafter", "DFlash": "a DFlash drafter"}
 _SPECULATORS: dict[str, Kind] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
 
@@ -58,7 +59,7 @@ def _require(fields: Fields, wanted: Kind) -> None:
     found = _kind(fields)
     if found != wanted:
         raise CheckpointError(
-            f"checkpoint {str(fields.file.parent)!r} holds a {found} drafter, expected {wanted}; "
+            f"checkpoint {str(fields.file.parent)!r} holds {_NAMES[found]}, expected {wanted}; "
             f"load it with {_LOADERS[found]}, or give the folder of another drafter"
         )
 
