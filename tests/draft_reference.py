@@ -38,8 +38,10 @@ def ranked(
     logits: Tensor, count: int, position: int, temperature: float, seed: int, to_target: Any
 ) -> tuple[list[tuple[float, int]], float]:
     """(score, token) of the `count` best of one row of logits, best first, and the margin between
-    the last of them and the next: log-probabilities, or at temperature > 0 those of the 64 likeliest with the target's noise
-    added and normalised again."""
+    the last of them and the next.
+
+    Scores are log-probabilities, or at temperature > 0 those of the 64 likeliest tokens with the
+    target's noise added, normalised again."""
     scaled = logits.double() / (temperature or 1.0)
     scores = scaled.log_softmax(-1)
     order = scores.argsort(descending=True).tolist()

@@ -15,16 +15,20 @@ from typing import Any
 import tiny
 import tiny_drafters
 
+from whiflash_agents.engine import (
+    EngineSettings,
+    GenerationResult,
+    Request,
+    Target,
+    WhiFlashEngine,
+)
 from whiflash_agents.engine.catch_up import CatchUp
 from whiflash_agents.engine.draft_tree import DraftTree
 from whiflash_agents.engine.drafters.base import Drafter, DraftLimit
 from whiflash_agents.engine.drafters.ddtree import DDTreeDrafter
 from whiflash_agents.engine.drafters.dflash import DFlashDrafter
 from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
-from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
-from whiflash_agents.engine.request import GenerationResult, Request
 from whiflash_agents.engine.sequence import SequenceState
-from whiflash_agents.engine.target import Target
 
 Path = tuple[int, ...]
 

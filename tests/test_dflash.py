@@ -12,10 +12,10 @@ from draft_reference import SAFE, dflash_ranked, likeliest_paths
 from drafting import Draft, Run, net
 from small_engines import ask, text
 
+from whiflash_agents.engine import Request
 from whiflash_agents.engine.drafters.ddtree import DDTreeDrafter
 from whiflash_agents.engine.drafters.dflash import DFlashDrafter
 from whiflash_agents.engine.drafters.dflash_model import DFlashModel
-from whiflash_agents.engine.request import Request
 
 
 def sliding(window: int, *kinds: bool) -> Any:

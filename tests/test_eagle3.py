@@ -11,9 +11,9 @@ from draft_reference import SAFE, Eagle3Reference
 from drafting import Run, net
 from small_engines import ask, text
 
+from whiflash_agents.engine import Request
 from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.engine.errors import SettingsError
-from whiflash_agents.engine.request import Request
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
