@@ -162,7 +162,9 @@ def record(name: str, variant: dict[str, Any], text: Text) -> None:
         for _ in range(30):
             train(model, text, 10, seed)
             drafts = drafts_of(model, text)
-            if drafts.mixed(text) and rounds_are_mixed(drafts, text):
+            if not (drafts.mixed(text) and rounds_are_mixed(drafts, text)):
+                continue
+            if drafts.steady(drafts_of(model, text.jittered())):
                 save(model, folder)
                 loaded = package.DFlashDraftModel.from_pretrained(folder, dtype=torch.float32)
                 drafts = drafts_of(loaded.eval(), text)

@@ -7,7 +7,7 @@ a set of drafts in which two tokens are nearly tied is refused, since it could c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ EOS = 2
 PROMPT = (17, 63, 5, 88, 41, 30, 9, 72, 54, 26, 11, 47)
 NEW_TOKENS = 40
 SMALLEST_GAP = 2e-3
+# Most that logits may move when features are jittered by 1e-6: a drafter that amplifies rounding
+# more than that differs from itself by what a comparison within 1e-4 is meant to find.
+STEADY = 7e-5
 
 
 def randomise(module: nn.Module, seed: int, *, scale: float = 0.25) -> None:
@@ -83,6 +86,15 @@ class Text:
         """`[rows, len(layers) * hidden]`: these hidden states of the first `rows` positions."""
         return torch.cat([self.hidden_states[layer][:rows] for layer in layers], dim=-1)
 
+    def jittered(self) -> Text:
+        """The same text with hidden states that are off by what float32 rounding amounts to."""
+        generator = torch.Generator().manual_seed(0)
+        states = tuple(
+            state * (1 + 1e-6 * torch.randn(state.shape, generator=generator))
+            for state in self.hidden_states
+        )
+        return replace(self, hidden_states=states)
+
     def accepted(self, n: int, draft: list[int]) -> int:
         """How many tokens of a draft made at prefix length `n` are the target's own."""
         for count, (token, wanted) in enumerate(
@@ -131,6 +143,10 @@ class Drafts:
             and sum(count >= 3 for count in counts) >= 4
             and smallest_gap(self.logits) > SMALLEST_GAP
         )
+
+    def steady(self, jittered: Drafts) -> bool:
+        """Whether drafts from jittered features are the same, within `STEADY`."""
+        return float((self.logits - jittered.logits).abs().max()) < STEADY
 
     def write(self, folder: Path, text: Text, extra: dict[str, Tensor] | None = None) -> None:
         """Write `recorded.safetensors` beside the checkpoint in `folder`."""
