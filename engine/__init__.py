@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "EngineSettings": "engine",
+    "EngineSettings": "engine_settings",
     "Event": "request",
     "GenerationResult": "request",
     "Request": "request",

@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 
 import torch
@@ -26,12 +26,14 @@ from .acceptance import Walk, verify
 from .attention import PackedRow
 from .catch_up import CatchUp
 from .draft_tree import DraftTree
-from .drafters.base import Drafter, DraftLimit
+from .drafters.base import Drafter
 from .drafters.context import draft_context
 from .drafters.registry import drafter_names, make_drafter
-from .errors import ContextLengthError, RequestError, SettingsError, WhiFlashError
+from .drafting import Draft, Drafting
+from .engine_settings import EngineSettings
+from .errors import ContextLengthError, RequestError, SettingsError
 from .features import stack
-from .kv_cache import PlaneShape
+from .memory import arena_positions
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
 from .routing.static import StaticRouter
@@ -40,98 +42,9 @@ from .scheduler import Scheduler
 from .sequence import SequenceState
 from .stopping import StopChecker
 from .target import Target, TargetBatch
-from .telemetry import RoundRecord
+from .telemetry import RoundRecord, Totals
 
-CATCH_UP = ("lazy", "eager")
-DRAFT_PREFILL = ("kv-only", "full")
-_COUNTS = ("max_running", "prefill_chunk", "max_draft_nodes", "max_backlog")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Limits of one engine.
-
-    Attributes:
-        max_running: sequences decoded at once.
-        kv_tokens: KV positions of the arena (running and retained sequences share them); None
-            takes what `max_running` full contexts need, within a quarter of the free memory on a
-            CPU and four fifths of it on a GPU.
-        prefill_chunk: prompt tokens computed per step beside the others' rounds.
-        max_draft_nodes: most drafted tokens verified per sequence and round.
-        prefix_reuse: reuse keys and values of prompts that begin alike.
-        catch_up: `lazy` lets a neural drafter lag behind until it is chosen; `eager` updates all of
-            them every round.
-        draft_prefill: `kv-only` computes keys and values of a drafter's backlog and no more; `full`
-            runs its whole layer over it (EAGLE-3; DFlash's context has nothing more to run).
-        max_backlog: under `lazy`, positions that a drafter may lag behind in one sequence before it
-            catches up unasked, which bounds the memory for target features.
-    """
-
-    max_running: int = 8
-    kv_tokens: int | None = None
-    prefill_chunk: int = 256
-    max_draft_nodes: int = 64
-    prefix_reuse: bool = True
-    catch_up: str = "lazy"
-    draft_prefill: str = "kv-only"
-    max_backlog: int = 512
-
-    def __post_init__(self) -> None:
-        for name in (*_COUNTS, "kv_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) and (name, value) != ("kv_tokens", None):
-                raise SettingsError(f"{name}={value!r}: expected an integer")
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.kv_tokens is not None and self.kv_tokens < 64:
-            raise SettingsError(f"kv_tokens={self.kv_tokens}: expected at least 64")
-        for name, choices in (("catch_up", CATCH_UP), ("draft_prefill", DRAFT_PREFILL)):
-            if getattr(self, name) not in choices:
-                raise SettingsError(
-                    f"{name}={getattr(self, name)!r}: expected {' or '.join(choices)}"
-                )
-
-
-@dataclass(slots=True)
-class Totals:
-    """What an engine has done so far, and the memory it did it in. Times in seconds.
-
-    Attributes:
-        positions_recomputed: reused positions that the target computed once more because a
-            drafter's row there depended on a token that differs.
-        draft_seconds: drafting, with the catching up of drafters that were chosen.
-        catch_up_seconds: all catching up, chosen or not.
-        draft_rows: context rows made, per drafting network.
-        kv_bytes: of the arena, per model.
-        feature_bytes, feature_bytes_peak: held by the feature buffers now, and at most.
-    """
-
-    steps: int = 0
-    rounds: int = 0
-    output_tokens: int = 0
-    positions_prefilled: int = 0
-    positions_recomputed: int = 0
-    preemptions: int = 0
-    step_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    catch_up_seconds: float = 0.0
-    draft_rows: dict[str, int] = field(default_factory=dict)
-    kv_bytes: dict[str, int] = field(default_factory=dict)
-    feature_bytes: int = 0
-    feature_bytes_peak: int = 0
-
-
-@dataclass(slots=True)
-class _Drafts:
-    """What steps 2 to 4 of a round decided for one sequence."""
-
-    tree: DraftTree
-    drafter: str
-    backlog: int = 0
-    catch_up_seconds: float = 0.0
-    draft_seconds: float = 0.0
+__all__ = ["EngineSettings", "WhiFlashEngine"]
 
 
 @dataclass(slots=True)
@@ -143,7 +56,7 @@ class _Verified:
     tree: DraftTree
     first_row: int
     first_token: int = 0
-    drafts: _Drafts | None = None  # None: the last chunk of a prompt
+    drafts: Draft | None = None  # None: the last chunk of a prompt
 
 
 class WhiFlashEngine:
@@ -193,10 +106,29 @@ class WhiFlashEngine:
         self._decode = decode
         contexts = self._catch_up.contexts.values()
         planes = [context.plane_shape for context in contexts]
-        self._cache = target.new_cache(self._kv_positions(planes), beside=planes)
+        positions = self.settings.kv_tokens
+        if positions is None:
+            wanted = self.settings.max_running * (target.max_context + self._scratch)
+            positions = arena_positions(
+                [target.plane, *planes], target.dtype, target.device, wanted=wanted
+            )
+        self._cache = target.new_cache(positions, beside=planes)
         for context, plane in zip(contexts, self._cache.beside, strict=True):
             context.bind(target, plane, full_prefill=self.settings.draft_prefill == "full")
-        self.totals = Totals(kv_bytes=self._kv_bytes())
+        shapes = {"target": target.plane} | {c.name: c.plane_shape for c in contexts}
+        self.totals = Totals(
+            kv_bytes={
+                name: shape.bytes_per_position(target.dtype) * self._cache.positions
+                for name, shape in shapes.items()
+            }
+        )
+        self._drafting = Drafting(
+            self.router,
+            self.drafters,
+            self._catch_up,
+            max_nodes=self.settings.max_draft_nodes,
+            vocab_size=target.vocab_size,
+        )
         self._scheduler = Scheduler(
             self._cache,
             max_running=self.settings.max_running,
@@ -210,25 +142,6 @@ class WhiFlashEngine:
         self._arrivals = 0
         self._subscribers: dict[str, deque[Event]] = {}
         self._unclaimed: list[Event] = []
-
-    def _kv_positions(self, planes: Sequence[PlaneShape]) -> int:
-        if self.settings.kv_tokens is not None:
-            return self.settings.kv_tokens
-        wanted = self.settings.max_running * (self.target.max_context + self._scratch)
-        if self.target.device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(self.target.device)[0] * 0.8)
-        else:
-            memory = _free_memory() // 4
-        each = sum(p.bytes_per_position(self.target.dtype) for p in (self.target.plane, *planes))
-        return max(64, min(wanted, memory // each))
-
-    def _kv_bytes(self) -> dict[str, int]:
-        planes = {"target": self.target.plane}
-        planes |= {name: c.plane_shape for name, c in self._catch_up.contexts.items()}
-        return {
-            name: plane.bytes_per_position(self.target.dtype) * self._cache.positions
-            for name, plane in planes.items()
-        }
 
     # Asking ----------------------------------------------------------------------------------
 
@@ -389,7 +302,7 @@ class WhiFlashEngine:
             self._catch_up.start(sequence)
 
         decoding = [s for s in self._scheduler.running if s.is_decoding]
-        drafts = self._draft(decoding)
+        drafts = self._drafting.draft(decoding)
         batch = TargetBatch()
         chunks = self._scheduler.prefill_chunks()
         verified = self._pack_prompts(batch, chunks)
@@ -443,6 +356,7 @@ class WhiFlashEngine:
         totals, catch_up = self.totals, self._catch_up
         totals.preemptions = self._scheduler.num_preemptions
         totals.positions_recomputed = self._scheduler.positions_recomputed
+        totals.draft_seconds = self._drafting.seconds
         totals.catch_up_seconds = catch_up.seconds
         totals.draft_rows = dict(catch_up.rows)
         totals.feature_bytes = catch_up.feature_bytes
@@ -453,75 +367,6 @@ class WhiFlashEngine:
         nodes = self._scheduler.scratch
         for sequence in [s for s in self._scheduler.running if s.is_decoding]:
             self._scheduler.reserve(sequence, sequence.num_cached + 1 + nodes)
-
-    def _draft(self, decoding: list[SequenceState]) -> list[_Drafts]:
-        """Steps 2 to 4: route, catch up, draft; one batched call per drafter that was chosen."""
-        arms = self.router.route(decoding) if decoding else []
-        if strange := set(arms) - self.drafters.keys() - {NONE}:
-            raise WhiFlashError(
-                f"router {self.router.name!r} chose {', '.join(map(repr, sorted(strange)))}, which "
-                f"is not among its arms ({', '.join(self.router.arms)}) nor {NONE!r}"
-            )
-        arms = [
-            arm if self._can_draft(arm, s) else NONE for s, arm in zip(decoding, arms, strict=True)
-        ]
-        drafts = [
-            _Drafts(DraftTree(s.tokens[-1]), arm) for s, arm in zip(decoding, arms, strict=True)
-        ]
-        for name, drafter in self.drafters.items():
-            chosen = [i for i, arm in enumerate(arms) if arm == name]
-            if not chosen:
-                continue
-            sequences = [decoding[i] for i in chosen]
-            limits = [
-                DraftLimit(depth=s.num_remaining - 1, nodes=self.settings.max_draft_nodes)
-                for s in sequences
-            ]
-            backlogs = [drafter.backlog(s) for s in sequences]
-            started = time.perf_counter()
-            context = draft_context(drafter)
-            if context is None:
-                drafter.catch_up(sequences)
-            else:
-                self._catch_up.consume(context, sequences)
-            caught_up = time.perf_counter()
-            trees = drafter.draft(sequences, limits)
-            ended = time.perf_counter()
-            self.totals.draft_seconds += ended - started
-            for i, tree, backlog in zip(chosen, trees, backlogs, strict=True):
-                self._check_tree(name, tree, decoding[i])
-                drafts[i].tree = tree
-                drafts[i].backlog = backlog
-                drafts[i].catch_up_seconds = (caught_up - started) / len(chosen)
-                drafts[i].draft_seconds = (ended - caught_up) / len(chosen)
-        return drafts
-
-    def _can_draft(self, arm: str, sequence: SequenceState) -> bool:
-        """Whether the arm's network still serves the sequence (its context may be too long)."""
-        if arm == NONE:
-            return False
-        context = draft_context(self.drafters[arm])
-        return context is None or self._catch_up.available(context, sequence)
-
-    def _check_tree(self, drafter: str, tree: DraftTree, sequence: SequenceState) -> None:
-        # A larger tree would be written into the next sequence's part of the arena.
-        most = self.settings.max_draft_nodes
-        if tree.num_drafted > most or max(tree.depths) >= sequence.num_remaining:
-            raise WhiFlashError(
-                f"drafter {drafter!r} proposed {tree.num_drafted} nodes of depth "
-                f"{max(tree.depths)} for request {sequence.id!r}; its limit was {most} nodes of "
-                f"depth {sequence.num_remaining - 1}"
-            )
-        if not 0 <= min(tree.tokens) <= max(tree.tokens) < self.target.vocab_size:
-            raise WhiFlashError(
-                f"drafter {drafter!r} proposed tokens {min(tree.tokens)} to {max(tree.tokens)} for "
-                f"request {sequence.id!r}; the target's vocabulary has {self.target.vocab_size}"
-            )
-        if tree.tokens[0] != sequence.tokens[-1]:
-            raise WhiFlashError(
-                f"drafter {drafter!r} rooted its tree at token {tree.tokens[0]}, the last token of "
-                f"request {sequence.id!r} is {sequence.tokens[-1]}"
-            )
 
     def _pack_prompts(
         self, batch: TargetBatch, chunks: Sequence[tuple[SequenceState, int]]
@@ -542,7 +387,7 @@ class WhiFlashEngine:
                 ending.append(_Verified(sequence, DraftTree(sequence.tokens[-1]), first_row))
         return ending
 
-    def _pack_tree(self, batch: TargetBatch, sequence: SequenceState, drafts: _Drafts) -> _Verified:
+    def _pack_tree(self, batch: TargetBatch, sequence: SequenceState, drafts: Draft) -> _Verified:
         assert sequence.extent is not None
         tree, past = drafts.tree, sequence.num_cached
         positions = [past + depth for depth in tree.depths]
@@ -647,19 +492,3 @@ class WhiFlashEngine:
 def _drain(queue: deque[Event]) -> Iterator[Event]:
     while queue:
         yield queue.popleft()
-
-
-def _free_memory() -> int:
-    """Available physical memory in bytes; 8 GiB where the system does not tell."""
-    import os
-
-    try:
-        # Unlike SC_AVPHYS_PAGES this counts the page cache, which a model just read has filled.
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(ln.split()[1]) for ln in lines if ln.startswith("MemAvailable:")) << 10
-    except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 8 << 30

@@ -9,7 +9,6 @@ must reproduce its plain forward.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch.nn.functional import linear
 from .attention import NAME, AttentionPlan, PackedRow, Probe, attend
 from .errors import CheckpointError, ModelNotFoundError, SettingsError, UnsupportedTargetError
 from .kv_cache import KVCache, PlaneShape
+from .memory import device_memory
 
 # Layer kinds whose cache is keys and values by position, thus can be rolled back by length.
 _CROPPABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -187,7 +187,7 @@ class Target:
         """
         each = sum(shape.bytes_per_position(self.dtype) for shape in (self.plane, *beside))
         needed = positions * each
-        memory = _device_memory(self.device)
+        memory = device_memory(self.device)
         refusal = (
             f"kv_tokens={positions} needs {_gib(needed)} of memory for keys and values "
             f"({each:,} bytes each), device {self.device} "
@@ -361,16 +361,6 @@ def _quiet_transformers() -> Iterator[None]:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(". ") if lines else type(error).__name__
-
-
-def _device_memory(device: torch.device) -> int | None:
-    """Physical memory of the device in bytes, in use or not; None where it is not told."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _gib(size: int) -> str:

@@ -91,3 +91,33 @@ def summarise(rounds: Iterable[RoundRecord]) -> dict[str, object]:
         "num_switches": sum(r.switched for r in records),
         "switch_overhead": switching / total if total else 0.0,
     }
+
+
+@dataclass(slots=True)
+class Totals:
+    """What an engine has done so far, and the memory it did it in. Times in seconds.
+
+    Attributes:
+        positions_recomputed: reused positions that the target computed once more because a
+            drafter's row there depended on a token that differs.
+        draft_seconds: drafting, with the catching up of drafters that were chosen.
+        catch_up_seconds: all catching up, chosen or not.
+        draft_rows: context rows made, per drafting network.
+        kv_bytes: of the arena, per model.
+        feature_bytes, feature_bytes_peak: held by the feature buffers now, and at most.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    output_tokens: int = 0
+    positions_prefilled: int = 0
+    positions_recomputed: int = 0
+    preemptions: int = 0
+    step_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
+    draft_rows: dict[str, int] = field(default_factory=dict)
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    feature_bytes: int = 0
+    feature_bytes_peak: int = 0

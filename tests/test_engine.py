@@ -131,7 +131,7 @@ def test_kv_tokens_beyond_the_memory_are_refused_with_the_size_and_the_remedy(
     kv_tokens: int, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not known:  # then the allocation itself tells
-        monkeypatch.setattr("whiflash_agents.engine.target._device_memory", lambda device: None)
+        monkeypatch.setattr("whiflash_agents.engine.target.device_memory", lambda device: None)
     needed = kv_tokens * tiny.target().plane.bytes_per_position(torch.float32) / 2**30
     with pytest.raises(SettingsError, match=rf"kv_tokens={kv_tokens} needs .*lower") as caught:
         WhiFlashEngine(tiny.target(), settings=EngineSettings(kv_tokens=kv_tokens))

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from rich.markup import escape
 
 from whiflash_agents import __version__
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
@@ -392,6 +391,7 @@ def doctor(config: str | None, **values: Any) -> None:
     downloaded but a drafter or target that is named by its hub name.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from whiflash_agents.doctor import examine

@@ -78,7 +78,7 @@ class Rotary(nn.Module):
                 f"the drafter rotates {config.rope['partial_rotary_factor']:g} of each head "
                 "(partial_rotary_factor); drafters that rotate whole heads are supported"
             )
-        self._embedding = LlamaRotaryEmbedding(
+        embedding = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.num_heads * config.head_dim,
                 num_attention_heads=config.num_heads,
@@ -87,6 +87,9 @@ class Rotary(nn.Module):
                 rope_parameters={"rope_type": "default", **config.rope},
             )
         )
+        # No buffers: rounded by `model.bfloat16()`, they would turn late positions by a radian.
+        self._frequencies: Tensor = embedding.inv_freq.float()
+        self._scaling = float(embedding.attention_scaling)
         self._table: Tensor | None = None
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -95,11 +98,11 @@ class Rotary(nn.Module):
         table = self._table
         if table is None or last >= table.shape[1] or table.device != positions.device:
             size = max(256, 1 << last.bit_length())
-            known = torch.arange(size, device=positions.device)[None]
-            with torch.no_grad():
-                probe = torch.empty(1, dtype=torch.float32, device=positions.device)
-                table = torch.stack(self._embedding(probe, known))[:, 0]  # [2, size, head_dim]
-            self._table = table
+            with torch.inference_mode(False):  # training may use the table after drafting did
+                known = torch.arange(size, dtype=torch.float32, device=positions.device)
+                angles = (known[:, None] * self._frequencies.to(positions.device)).repeat(1, 2)
+                table = torch.stack((angles.cos(), angles.sin())) * self._scaling
+            self._table = table  # [2, size, head_dim]
         cos, sin = table[:, positions].to(dtype).unsqueeze(2)
         return cos, sin
 
