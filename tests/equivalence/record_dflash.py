@@ -1,7 +1,8 @@
 """Record what the `dflash` package drafts, for z-lab checkpoints: `fixtures/dflash/*`.
 
-    python3 -m venv /tmp/dflash && /tmp/dflash/bin/pip install -r requirements-dflash.txt
-    /tmp/dflash/bin/python tests/equivalence/record_dflash.py
+    python3 -m venv ../dflash-env
+    ../dflash-env/bin/pip install -r tests/equivalence/requirements-dflash.txt
+    ../dflash-env/bin/python tests/equivalence/record_dflash.py
 
 Pinned: dflash 0.1.0, torch 2.13.0, transformers 5.15.0. Each drafter is trained for a few dozen
 steps, through the package's own forward, on the target's text, and training stops when it is right

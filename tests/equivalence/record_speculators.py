@@ -1,8 +1,8 @@
 """Record what `speculators` drafts, for its own checkpoints: `fixtures/speculators/*`.
 
-    python3 -m venv /tmp/speculators
-    /tmp/speculators/bin/pip install -r requirements-speculators.txt
-    /tmp/speculators/bin/python tests/equivalence/record_speculators.py [variant ...]
+    python3 -m venv ../speculators-env
+    ../speculators-env/bin/pip install -r tests/equivalence/requirements-speculators.txt
+    ../speculators-env/bin/python tests/equivalence/record_speculators.py [variant ...]
 
 Pinned: speculators 0.9.0, torch 2.14.1, transformers 5.19.0. The package has forwards for training
 only, so drafts are read out of those. EAGLE-3: row `n - 2` of its training-time-test steps is the
