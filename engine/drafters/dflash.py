@@ -64,7 +64,7 @@ class DFlashContext(DraftContext):
         model, plane = self.model, self.plane
         rows = model.context(backlog.features)
         rotation = model.rotary(backlog.positions, rows.dtype)
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(model.decoder_layers()):
             keys, values = layer.self_attn.keys_values(rows, rotation)
             plane.keys[index].index_copy_(1, backlog.targets, keys)
             plane.values[index].index_copy_(1, backlog.targets, values)
@@ -95,7 +95,7 @@ class DFlashContext(DraftContext):
         targets = positions + torch.tensor(starts, device=device).repeat_interleave(size)
         rotation = model.rotary(positions, hidden.dtype)
         rows: dict[int | None, list[PackedRow]] = {}
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(model.decoder_layers()):
             window = config.layers.window(index)
             if window not in rows:
                 rows[window] = [

@@ -128,6 +128,10 @@ class DFlashModel(nn.Module):
         )
         self.rotary = Rotary(layers)
 
+    def decoder_layers(self) -> list[DFlashLayer]:
+        """`layers`, with their type."""
+        return [layer for layer in self.layers if isinstance(layer, DFlashLayer)]
+
     def context(self, features: Tensor) -> Tensor:
         """Target features `[rows, layers * hidden]` -> context features `[rows, hidden]`, from
         which every layer takes its context keys and values."""
@@ -167,7 +171,7 @@ class DFlashModel(nn.Module):
         before = self.rotary(positions[:context], embedded.dtype)
         within = self.rotary(positions[context:], embedded.dtype)
         hidden = embedded * self.config.embedding_scale
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.decoder_layers()):
             x = layer.input_layernorm(hidden)
             query = layer.self_attn.queries(x, within).transpose(0, 1)
             parts = [layer.self_attn.keys_values(rows, before)] if context else []
