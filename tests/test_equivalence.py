@@ -230,17 +230,6 @@ CATCHING_UP = {
 }
 
 
-# `speculators` trains all steps of a chain on what its first row sees. The engine's window moves on
-# with each step instead, one context row further per step.
-MOVING_WINDOW = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the window of a sliding EAGLE-3 layer moves on"
-)
-IN_ENGINE = [
-    pytest.param(name, marks=MOVING_WINDOW if name == "speculators/eagle3-sliding" else ())
-    for name in NAMES
-]
-
-
 class Schedule:
     """A router that goes through its arms, round by round."""
 
@@ -321,7 +310,7 @@ def engine_over(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", IN_ENGINE)
+@pytest.mark.parametrize("name", NAMES)
 def test_engine_drafts_equal_the_reference_after_rejections_and_switches(
     name: str, schedule: str
 ) -> None:

@@ -264,9 +264,12 @@ class Eagle3Drafter:
         assert sequence.extent is not None
         first, k = len(sequence.tokens) - 1, self.top_k
         row = PackedRow(sequence.extent.start, first + (level - 1) * k, k)
-        if k > 1:
+        sliding = self.context.model.config.layer.window(0) is not None
+        if k > 1 or sliding:
             row.tree = lineage
-            row.tail_positions = first + torch.arange(level).repeat_interleave(k)
+            # In a sliding layer all steps see what the last context row sees, whose position is
+            # first - 1, and their ancestors: so it is trained (`speculators`).
+            row.tail_positions = torch.full((level * k,), first - 1)
         return row
 
 
