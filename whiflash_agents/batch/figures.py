@@ -87,6 +87,11 @@ class RunFigures:
         """Tokens of finished rows over the time since decoding began."""
         return self.generated_tokens / self.running_seconds if self.running_seconds else 0.0
 
+    @property
+    def switch_overhead(self) -> float:
+        """Catching up in rounds that switched drafters, over all round time."""
+        return self._switch_seconds / self._round_seconds if self._round_seconds else 0.0
+
     def engine_total(self, name: str) -> int:
         """A counter of the engines, summed; it also counts rows that are not finished."""
         return sum(engine["engine"][name] for engine in self.engines if "engine" in engine)
@@ -135,7 +140,6 @@ class RunFigures:
         """The content of the `--metrics` file."""
         from whiflash_agents import __version__
 
-        overhead = self._switch_seconds / self._round_seconds if self._round_seconds else 0.0
         return {
             "version": __version__,
             "settings": self.settings,
@@ -164,7 +168,7 @@ class RunFigures:
                 **self.speculation.as_dict(),
                 "acceptance_histogram": self.histogram,
                 "num_switches": self.switches,
-                "switch_overhead": overhead,
+                "switch_overhead": self.switch_overhead,
                 "by_drafter": {name: group.as_dict() for name, group in self.by_drafter.items()},
                 "by_span": {name: group.as_dict() for name, group in self.by_span.items()},
             },

@@ -176,6 +176,9 @@ def summary_table(figures: RunFigures) -> Table:
     ]
     for name, group in sorted(figures.by_drafter.items()):
         rows.append((f"  drafter {name}", f"{_length(group)} in {group.steps} rounds"))
+    if figures.switches:
+        share = f"{100 * figures.switch_overhead:.1f} % of round time"
+        rows.append(("switches", f"{figures.switches:,}, {share}"))
     for name, group in sorted(figures.by_span.items()):
         rows.append((f"  span {name}", f"{_length(group)} in {group.steps} rounds"))
     for name in AGREEMENTS:
