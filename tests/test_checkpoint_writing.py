@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,13 @@ def test_failed_write_leaves_nothing_behind(
     with pytest.raises(OutputError, match="no space left"):
         save_dflash(build(DFlashModel, tc.DFLASH), tmp_path / "drafter")
     assert not list(tmp_path.iterdir())
+
+
+def test_written_files_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_eagle3(build(Eagle3Model, tc.EAGLE3), tmp_path / "drafter")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "drafter").iterdir()}
+    assert modes == {0o640}

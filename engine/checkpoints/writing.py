@@ -83,6 +83,7 @@ def write_checkpoint(
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (temporary / "config.json").write_text(text, encoding="utf-8")
         for name in ("model.safetensors", "config.json"):
+            (temporary / name).chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
             _sync(temporary / name)
         temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
