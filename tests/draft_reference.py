@@ -230,3 +230,17 @@ def dflash_context(net: Any, model: Any, tokens: Sequence[int]) -> tuple[list[Te
         rotation = model.rotary(torch.arange(len(tokens)), rows.dtype)
         pairs = [layer.self_attn.keys_values(rows, rotation) for layer in model.layers]
     return [k for k, _ in pairs], [v for _, v in pairs]
+
+
+def eagle3_context(net: Any, model: Any, tokens: Sequence[int]) -> tuple[list[Tensor], ...]:
+    """Keys and values of all positions of `tokens` but the last, and what drafting keeps of each
+    (`[rows, hidden]`)."""
+    table = net.get_input_embeddings().weight
+    if model.embed_tokens is not None:
+        table = model.embed_tokens.weight
+    with torch.no_grad():
+        projected = model.project(features(net, tokens[:-1], model.config.feature_layers))
+        x, _ = model.attention_input(table[torch.tensor(list(tokens[1:]))], projected)
+        rotation = model.rotary(torch.arange(len(x)), x.dtype)
+        keys, values = model.midlayer.self_attn.keys_values(x, rotation)
+    return [keys], [values], [projected]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import tiny
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
 
+from whiflash_agents.engine import Target
 from whiflash_agents.engine.drafters.dflash_model import DFlashConfig, DFlashModel
 from whiflash_agents.engine.drafters.eagle3_model import Eagle3Config, Eagle3Model
 from whiflash_agents.engine.drafters.layers import LayerConfig
@@ -70,4 +76,121 @@ def dflash(*, seed: int = 2, layer: Any = None, **changes: Any) -> Any:
     }
     model = DFlashModel(DFlashConfig(**(fields | changes)))
     randomise(model, seed)
+    return model
+
+
+# A target that knows one step, and drafters that learnt it ---------------------------------------
+
+USED = range(3, 15)  # the tokens that the target ever says
+_CYCLES = ((3, 4, 5), (6, 7, 8, 9), (10, 11, 12, 13, 14))
+FOLLOWS = {t: c[(i + 1) % len(c)] for c in _CYCLES for i, t in enumerate(c)}
+_SECOND = {t: 3 + (5 * t + 1) % 12 for t in USED}  # what else may follow, at temperature > 0
+
+
+def _next_logits() -> torch.Tensor:
+    """`[used tokens, vocabulary]`: what follows each token."""
+    logits = torch.full((len(USED), tiny.VOCAB), -9.0)
+    logits[:, list(USED)] = -1.0
+    for row, token in enumerate(USED):
+        logits[row, _SECOND[token]] = 4.0
+        logits[row, FOLLOWS[token]] = 5.0
+    return logits
+
+
+def markov_net(max_positions: int = 512) -> Any:
+    """A Llama whose hidden states are the embedding of their own token, and whose next token
+    depends on that alone: the likeliest ones run in cycles of three, four and five."""
+    config = tiny.CONFIGS["llama"]()
+    config.max_position_embeddings = max_positions
+    torch.manual_seed(11)
+    net = LlamaForCausalLM(config).eval()
+    hadamard = torch.ones(1, 1)
+    for _ in range(5):
+        hadamard = torch.cat(
+            (torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1))
+        )
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        table = net.model.embed_tokens.weight
+        table.copy_(torch.randint(0, 2, table.shape) * 2.0 - 1.0)
+        table[list(USED)] = hadamard[1 : 1 + len(USED)]  # orthogonal to one another
+        net.lm_head.weight.copy_(_next_logits().T @ table[list(USED)] / table.shape[1])
+    return net
+
+
+@cache
+def markov_target() -> Target:
+    return Target(markov_net(), name="markov")
+
+
+def _train(model: Any, loss_of: Callable[[torch.Generator], torch.Tensor], steps: int) -> None:
+    model.train().requires_grad_(True)
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(generator).backward()
+        optimizer.step()
+        schedule.step()
+    model.eval().requires_grad_(False)
+
+
+@cache
+def agreeing_eagle3(max_positions: int = 512) -> Any:
+    """An EAGLE-3 network that says what the Markov target says, in a vocabulary of its own."""
+    model = eagle3(layer=layers(max_positions=max_positions), norm_before_residual=True)
+    known = torch.tensor([0, 1, *USED, *range(20, 72, 2)])
+    assert len(known) == 40
+    model.head.d2t = known - torch.arange(40)
+    table = markov_net().model.embed_tokens.weight.detach()
+    wanted = _next_logits()[:, known].softmax(-1)
+
+    def loss_of(generator: torch.Generator) -> torch.Tensor:
+        tokens = torch.randint(USED.start, USED.stop, (33,), generator=generator)
+        # While drafting, features are outputs of the step before: anything may stand there.
+        features = table[tokens[:-1]].repeat(1, 3)
+        features = features + torch.randn(features.shape, generator=generator)
+        hidden = model(features, table[tokens[1:]], torch.arange(32))
+        return cross_entropy(model.logits(hidden), wanted[tokens[1:] - USED.start])
+
+    _train(model, loss_of, 300)
+    return model
+
+
+@cache
+def agreeing_dflash(max_positions: int = 512) -> Any:
+    """A DFlash network that continues the Markov target's cycles. Its layers slide, so that texts
+    longer than those it learnt from are nothing new to it."""
+    model = dflash(
+        layer=layers(
+            num_layers=2, max_positions=max_positions, sliding=(True, True), sliding_window=8
+        ),
+        sliding_causal=False,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1 / 3)
+    net = markov_net()
+    table, head = net.model.embed_tokens.weight.detach(), net.lm_head.weight.detach()
+    follows = torch.tensor([FOLLOWS.get(token, 0) for token in range(tiny.VOCAB)])
+    many = torch.func.vmap(model)
+
+    def loss_of(generator: torch.Generator) -> torch.Tensor:
+        rows, free = torch.randint(0, 10, (2,), generator=generator).tolist()
+        tokens = torch.randint(USED.start, USED.stop, (32, rows + 1), generator=generator)
+        for at in range(free, rows):  # the end of a text runs in a cycle
+            tokens[:, at + 1] = follows[tokens[:, at]]
+        coming = [follows[tokens[:, -1]]]
+        while len(coming) < model.config.num_drafted:
+            coming.append(follows[coming[-1]])
+        block = table[model.block_tokens(tokens[:, -1])]
+        with sdpa_kernel(SDPBackend.MATH):  # the one that can be mapped
+            hidden = many(table[tokens[:, :-1]].repeat(1, 1, 2), block)
+        return cross_entropy((hidden[:, 1:] @ head.T).mT, torch.stack(coming, 1))
+
+    _train(model, loss_of, 180)
     return model
