@@ -120,7 +120,8 @@ class CatchUp:
     def _watch_limits(self, sequence: SequenceState) -> None:
         """Switch off contexts that the sequence has outgrown (failure kind 11)."""
         for name, context in self.contexts.items():
-            reach = len(sequence.tokens) - 1 + context.span
+            # In the next round: a prompt is whole then, behind an output one token is pending.
+            reach = len(sequence.tokens) - (sequence.num_output > 0) + context.span
             if sequence.contexts[name].off or reach <= context.max_positions:
                 continue
             if sequence.features is not None:
