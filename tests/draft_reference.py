@@ -118,8 +118,10 @@ class Eagle3Reference:
                 key, value = model.midlayer.self_attn.keys_values(x, rotation)
                 keys, values = torch.cat((keys, key), 1), torch.cat((values, value), 1)
                 query = model.midlayer.self_attn.queries(x, rotation)[0]
-                window = model.config.layer.window(0) or len(keys[0])
-                attended = attention(query, keys[:, -window:], values[:, -window:])
+                # In a sliding layer all steps see what the last true row sees, and the path.
+                past = len(self.tokens) - 1
+                first = max(0, past - (model.config.layer.window(0) or past))
+                attended = attention(query, keys[:, first:], values[:, first:])
                 self._rows[path] = keys, values, model.finish(attended[None], residual)[0]
         return self._rows[path]
 
