@@ -12,16 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import tiny_drafters
 import torch
+from drafting import ScheduleRouter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from whiflash_agents.engine.drafters.candidates import Coupling
+from whiflash_agents.engine.drafters.ddtree import DDTreeDrafter
+from whiflash_agents.engine.drafters.dflash import DFlashDrafter
+from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.engine.drafters.lookup import LookupDrafter
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
 from whiflash_agents.engine.routing.static import StaticRouter
 
 ARMS = ["none", "lookup-chain", "lookup-tree", "random", "wrong", "perfect", "alternating"]
+NEURAL_ARMS = ["eagle3", "eagle3-chain", "dflash", "ddtree", "neural-alternating"]
 ARCHITECTURES = ["llama", "qwen3", "mistral"]
 
 
@@ -48,6 +55,31 @@ def build(
         target,
         router=router,
         drafters=scripted | {"lookup": lookup},
+        settings=options,
+        decode=tiny.text_of,
+    )
+
+
+def build_neural(
+    arm: str, target: Any, options: EngineSettings, *, agreeing: bool, seed: int = 0
+) -> WhiFlashEngine:
+    """Neural drafters with random weights, or with weights made to agree with the Markov target."""
+    eagle3 = tiny_drafters.agreeing_eagle3() if agreeing else tiny_drafters.random_eagle3()
+    model = tiny_drafters.agreeing_dflash() if agreeing else tiny_drafters.random_dflash()
+    shape = {"top_k": 1, "total_tokens": 5} if arm == "eagle3-chain" else {"top_k": 3}
+    dflash = DFlashDrafter(model)
+    router: Any = StaticRouter(arm.removesuffix("-chain"))
+    if arm == "neural-alternating":
+        router = ScheduleRouter(("eagle3", "dflash", "ddtree", "lookup", "none"), seed)
+    return WhiFlashEngine(
+        target,
+        router=router,
+        drafters={
+            "eagle3": Eagle3Drafter(eagle3, depth=5, **({"total_tokens": 20} | shape)),
+            "dflash": dflash,
+            "ddtree": DDTreeDrafter(dflash.context, nodes=20),
+            "lookup": LookupDrafter(shared_tokens=512),
+        },
         settings=options,
         decode=tiny.text_of,
     )
@@ -131,6 +163,54 @@ prompts = st.builds(
 )
 
 
+def draw_requests(
+    data: st.DataObject, target: Any, most: int
+) -> tuple[list[Request], dict[str, GenerationResult]]:
+    """Up to `most` requests, and what the plainest run gives for each."""
+    n = data.draw(st.integers(1, most), label="sequences")
+    requests = [
+        Request(f"r{i}", data.draw(prompts), data.draw(sampling, label=f"sampling {i}"))
+        for i in range(n)
+    ]
+    wanted = {r.id: plain(target, r) for r in requests}
+    for request in requests:
+        if data.draw(st.booleans(), label="recorded"):
+            request.recorded_ids = wanted[request.id].token_ids
+    return requests, wanted
+
+
+def draw_options(data: st.DataObject, **more: Any) -> EngineSettings:
+    return EngineSettings(
+        max_running=data.draw(st.integers(1, 7), label="max_running"),
+        prefill_chunk=data.draw(st.sampled_from([3, 16, 512]), label="prefill_chunk"),
+        prefix_reuse=data.draw(st.booleans(), label="prefix_reuse"),
+        kv_tokens=data.draw(st.sampled_from([192, 320, 4096]), label="kv_tokens"),
+        max_draft_nodes=data.draw(st.sampled_from([1, 5, 32]), label="max_draft_nodes"),
+        **more,
+    )
+
+
+def draw_neural_options(data: st.DataObject) -> EngineSettings:
+    return draw_options(
+        data,
+        catch_up=data.draw(st.sampled_from(["lazy", "lazy", "eager"]), label="catch_up"),
+        draft_prefill=data.draw(st.sampled_from(["kv-only", "full"]), label="draft_prefill"),
+        max_backlog=data.draw(st.sampled_from([1, 8, 512]), label="max_backlog"),
+    )
+
+
+def check(
+    engine: WhiFlashEngine,
+    requests: list[Request],
+    wanted: dict[str, GenerationResult],
+    data: st.DataObject,
+) -> None:
+    gaps = [data.draw(st.integers(0, 6), label="gap") for _ in requests]
+    got = run_joining(engine, requests, gaps)
+    for request in requests:
+        assert_same(got[request.id], wanted[request.id])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("arm", ARMS)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -139,27 +219,33 @@ def test_output_is_the_same_whatever_drafts_and_whoever_else_runs(
     architecture: str, arm: str, data: st.DataObject
 ) -> None:
     target = tiny.target(architecture)
-    n = data.draw(st.integers(1, 7), label="sequences")
-    requests = [
-        Request(f"r{i}", data.draw(prompts), data.draw(sampling, label=f"sampling {i}"))
-        for i in range(n)
-    ]
-    wanted = {r.id: plain(target, r) for r in requests}
+    requests, wanted = draw_requests(data, target, 7)
     answers = {key: result.token_ids for key, result in wanted.items()}
-    for request in requests:
-        if data.draw(st.booleans(), label="recorded"):
-            request.recorded_ids = answers[request.id]
-    options = EngineSettings(
-        max_running=data.draw(st.integers(1, 7), label="max_running"),
-        prefill_chunk=data.draw(st.sampled_from([3, 16, 512]), label="prefill_chunk"),
-        prefix_reuse=data.draw(st.booleans(), label="prefix_reuse"),
-        kv_tokens=data.draw(st.sampled_from([192, 320, 4096]), label="kv_tokens"),
-        max_draft_nodes=data.draw(st.sampled_from([1, 5, 32]), label="max_draft_nodes"),
-    )
-    gaps = [data.draw(st.integers(0, 6), label="gap") for _ in requests]
-    got = run_joining(build(arm, answers, target, options), requests, gaps)
-    for request in requests:
-        assert_same(got[request.id], wanted[request.id])
+    check(build(arm, answers, target, draw_options(data)), requests, wanted, data)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("arm", NEURAL_ARMS)
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_output_is_the_same_with_neural_drafters(
+    architecture: str, arm: str, data: st.DataObject
+) -> None:
+    target = tiny.target(architecture)
+    requests, wanted = draw_requests(data, target, 5)
+    options, seed = draw_neural_options(data), data.draw(st.integers(0, 99))
+    check(build_neural(arm, target, options, agreeing=False, seed=seed), requests, wanted, data)
+
+
+@pytest.mark.parametrize("arm", NEURAL_ARMS)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_output_is_the_same_with_neural_drafters_that_agree(arm: str, data: st.DataObject) -> None:
+    """Long accepted runs, so that stops fall inside of them and contexts grow by many rows."""
+    target = tiny_drafters.markov_target()
+    requests, wanted = draw_requests(data, target, 5)
+    options, seed = draw_neural_options(data), data.draw(st.integers(0, 99))
+    check(build_neural(arm, target, options, agreeing=True, seed=seed), requests, wanted, data)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -216,3 +302,55 @@ def test_sampling_follows_the_targets_distribution_with_and_without_drafting(arm
     f_obs = [*counts[frequent], counts[~frequent].sum()]
     f_exp = [*expected[frequent], expected[~frequent].sum()]
     assert chisquare(f_obs, f_exp).pvalue > 1e-3
+
+
+# Drafters that agree ------------------------------------------------------------------------------
+
+
+def acceptance_length(arm: str, temperature: float, seeds: range) -> float:
+    """Mean tokens per round over requests whose output fills whole rounds of six."""
+    options = EngineSettings(kv_tokens=4096, max_draft_nodes=32)
+    engine = build_neural(arm, tiny_drafters.markov_target(), options, agreeing=True)
+    requests = [
+        Request(
+            f"r{seed}",
+            [3 + seed % 12, 7, 3 + (5 * seed) % 12],
+            SamplingParams(max_tokens=1 + 6 * 20, temperature=temperature, seed=seed),
+        )
+        for seed in seeds
+    ]
+    results = engine.generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert result.token_ids == plain(tiny_drafters.markov_target(), request).token_ids
+    rounds = [r for result in results for r in result.stats.rounds]
+    return 1.0 + sum(r.accepted for r in rounds) / len(rounds)
+
+
+@pytest.mark.parametrize("arm", ["eagle3", "eagle3-chain", "dflash", "ddtree"])
+def test_drafters_that_agree_are_accepted_to_the_last_token(arm: str) -> None:
+    """Five drafted tokens and the bonus token."""
+    assert acceptance_length(arm, 0.0, range(6)) > 5.9
+
+
+@pytest.mark.parametrize(
+    ("arm", "at_least", "gain"),
+    [("eagle3", 5.8, 0.3), ("eagle3-chain", 5.3, 1.0), ("dflash", 3.5, 0.3), ("ddtree", 4.5, 0.05)],
+)
+def test_at_temperature_1_drafts_agree_because_they_carry_the_targets_noise(
+    arm: str, at_least: float, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gain` over noise of another seed. A block's slots do not know what the others drew, so that
+    the noise helps less there; a tree has most of the likely tokens anyway."""
+    seeds = range(6)
+    coupled = acceptance_length(arm, 1.0, seeds)
+    of = Coupling.of.__func__  # type: ignore[attr-defined]
+
+    def with_other_noise(cls: Any, sequences: Any, device: Any) -> Coupling:
+        coupling = of(cls, sequences, device)
+        coupling.seeds += 1_000_003
+        return coupling
+
+    monkeypatch.setattr(Coupling, "of", classmethod(with_other_noise))
+    apart = acceptance_length(arm, 1.0, seeds)
+    assert coupled > at_least
+    assert coupled > apart + gain

@@ -79,6 +79,18 @@ def dflash(*, seed: int = 2, layer: Any = None, **changes: Any) -> Any:
     return model
 
 
+@cache
+def random_eagle3() -> Any:
+    """One network for many engines."""
+    return eagle3()
+
+
+@cache
+def random_dflash() -> Any:
+    """One network for many engines."""
+    return dflash()
+
+
 # A target that knows one step, and drafters that learnt it ---------------------------------------
 
 USED = range(3, 15)  # the tokens that the target ever says
@@ -88,12 +100,14 @@ _SECOND = {t: 3 + (5 * t + 1) % 12 for t in USED}  # what else may follow, at te
 
 
 def _next_logits() -> torch.Tensor:
-    """`[used tokens, vocabulary]`: what follows each token."""
-    logits = torch.full((len(USED), tiny.VOCAB), -9.0)
-    logits[:, list(USED)] = -1.0
+    """`[used tokens, vocabulary]`: what follows each token. No two are equal."""
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.rand(len(USED), tiny.VOCAB, generator=generator) * 2 - 1
+    logits = spread - 9.0
+    logits[:, list(USED)] += 7.0
     for row, token in enumerate(USED):
-        logits[row, _SECOND[token]] = 4.0
-        logits[row, FOLLOWS[token]] = 5.0
+        logits[row, _SECOND[token]] = 4.0 + 0.1 * spread[row, token]
+        logits[row, FOLLOWS[token]] = 6.31
     return logits
 
 
@@ -125,6 +139,14 @@ def markov_target() -> Target:
     return Target(markov_net(), name="markov")
 
 
+def _calm(model: Any) -> None:
+    """Random weights to begin learning from."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(1 / 3)
+
+
 def _train(model: Any, loss_of: Callable[[torch.Generator], torch.Tensor], steps: int) -> None:
     model.train().requires_grad_(True)
     generator = torch.Generator().manual_seed(5)
@@ -145,38 +167,37 @@ def agreeing_eagle3(max_positions: int = 512) -> Any:
     known = torch.tensor([0, 1, *USED, *range(20, 72, 2)])
     assert len(known) == 40
     model.head.d2t = known - torch.arange(40)
+    _calm(model)
     table = markov_net().model.embed_tokens.weight.detach()
     wanted = _next_logits()[:, known].softmax(-1)
 
     def loss_of(generator: torch.Generator) -> torch.Tensor:
-        tokens = torch.randint(USED.start, USED.stop, (33,), generator=generator)
+        tokens = torch.randint(USED.start, USED.stop, (65,), generator=generator)
         # While drafting, features are outputs of the step before: anything may stand there.
         features = table[tokens[:-1]].repeat(1, 3)
         features = features + torch.randn(features.shape, generator=generator)
-        hidden = model(features, table[tokens[1:]], torch.arange(32))
+        hidden = model(features, table[tokens[1:]], torch.arange(64))
         return cross_entropy(model.logits(hidden), wanted[tokens[1:] - USED.start])
 
-    _train(model, loss_of, 300)
+    _train(model, loss_of, 450)
     return model
 
 
 @cache
 def agreeing_dflash(max_positions: int = 512) -> Any:
-    """A DFlash network that continues the Markov target's cycles. Its layers slide, so that texts
-    longer than those it learnt from are nothing new to it."""
+    """A DFlash network that says how likely the Markov target's next tokens are. Its layers slide,
+    so that texts longer than those it learnt from are nothing new to it."""
     model = dflash(
         layer=layers(
             num_layers=2, max_positions=max_positions, sliding=(True, True), sliding_window=8
         ),
         sliding_causal=False,
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(1 / 3)
+    _calm(model)
     net = markov_net()
     table, head = net.model.embed_tokens.weight.detach(), net.lm_head.weight.detach()
     follows = torch.tensor([FOLLOWS.get(token, 0) for token in range(tiny.VOCAB)])
+    step = _next_logits().softmax(-1)
     many = torch.func.vmap(model)
 
     def loss_of(generator: torch.Generator) -> torch.Tensor:
@@ -184,13 +205,13 @@ def agreeing_dflash(max_positions: int = 512) -> Any:
         tokens = torch.randint(USED.start, USED.stop, (32, rows + 1), generator=generator)
         for at in range(free, rows):  # the end of a text runs in a cycle
             tokens[:, at + 1] = follows[tokens[:, at]]
-        coming = [follows[tokens[:, -1]]]
+        coming = [step[tokens[:, -1] - USED.start]]
         while len(coming) < model.config.num_drafted:
-            coming.append(follows[coming[-1]])
+            coming.append(coming[-1][:, list(USED)] @ step)
         block = table[model.block_tokens(tokens[:, -1])]
         with sdpa_kernel(SDPBackend.MATH):  # the one that can be mapped
             hidden = many(table[tokens[:, :-1]].repeat(1, 1, 2), block)
-        return cross_entropy((hidden[:, 1:] @ head.T).mT, torch.stack(coming, 1))
+        return cross_entropy((hidden[:, 1:] @ head.T).mT, torch.stack(coming, 2))
 
     _train(model, loss_of, 180)
     return model
