@@ -314,7 +314,7 @@ def test_a_reused_prefix_brings_its_context() -> None:
 
 def long_engine(arms: tuple[str, ...], chosen: str, **options: Any) -> WhiFlashEngine:
     drafters = {
-        "eagle3": Eagle3Drafter(tiny_drafters.agreeing_eagle3(8192), depth=5, top_k=1),
+        "eagle3": Eagle3Drafter(tiny_drafters.agreeing_eagle3(8192, 16), depth=5, top_k=1),
         "dflash": DFlashDrafter(tiny_drafters.agreeing_dflash(8192)),
     }
     router = ScheduleRouter((chosen,))
@@ -349,7 +349,7 @@ def test_four_thousand_tokens_need_no_more_memory_for_features_than_a_few(
     assert max(rows) <= bound
     assert max(rows[len(rows) // 2 :]) <= max(rows[: len(rows) // 2]) + 6
     # The longer text must not make drafts worse, or the engine ran on plain decoding.
-    assert engine.totals.rounds < 1500
+    assert engine.totals.rounds < 1000
     assert engine.totals.draft_rows[chosen] >= 3900
 
 

@@ -161,9 +161,11 @@ def _train(model: Any, loss_of: Callable[[torch.Generator], torch.Tensor], steps
 
 
 @cache
-def agreeing_eagle3(max_positions: int = 512) -> Any:
-    """An EAGLE-3 network that says what the Markov target says, in a vocabulary of its own."""
-    model = eagle3(layer=layers(max_positions=max_positions), norm_before_residual=True)
+def agreeing_eagle3(max_positions: int = 512, window: int | None = None) -> Any:
+    """An EAGLE-3 network that says what the Markov target says, in a vocabulary of its own; with a
+    window also in texts much longer than those it learnt from."""
+    sliding = {"sliding": (window is not None,), "sliding_window": window}
+    model = eagle3(layer=layers(max_positions=max_positions, **sliding), norm_before_residual=True)
     known = torch.tensor([0, 1, *USED, *range(20, 72, 2)])
     assert len(known) == 40
     model.head.d2t = known - torch.arange(40)
