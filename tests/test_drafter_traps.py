@@ -349,6 +349,34 @@ def test_prefixes_are_reused_as_without_drafters_but_for_what_is_counted(
         assert any("reused prefix came without" in n for r in worse for n in r.stats.notes)
 
 
+def test_a_prefix_of_one_that_still_runs_brings_drafters_that_slept() -> None:
+    class OneEach(ScheduleRouter):
+        def route(self, sequences: Any) -> list[str]:
+            return ["eagle3" if s.id == "owner" else "dflash" for s in sequences]
+
+    requests = [ask("owner", text(1, 40), 40), ask("borrower", [*text(1, 40), 7, 8], 20)]
+
+    def drafted(settle: bool) -> Run:
+        drafters = {arm: make(arm) for arm in ("eagle3", "dflash")}
+        run = Run(OneEach(("eagle3", "dflash")), drafters)
+        if not settle:
+            run.engine._scheduler._settle = lambda sequence: None
+        run.engine.add(requests[0])
+        for _ in range(8):
+            run.step()
+        assert run.running[0].contexts["dflash"].rows == 0
+        run.finish(requests[1])
+        assert run.results["borrower"].cached_tokens == 39
+        return run
+
+    run = drafted(settle=True)
+    assert as_the_network_says(run, requests)
+    stats = run.results["borrower"].stats
+    assert not stats.notes
+    assert {r.drafter for r in stats.rounds} == {"dflash"}
+    assert drafted(settle=False).results["borrower"].stats.notes
+
+
 def test_a_row_that_depends_on_the_token_behind_the_prefix_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
