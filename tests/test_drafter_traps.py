@@ -320,7 +320,7 @@ def conversation(run: Run) -> list[Any]:
 
 @pytest.mark.parametrize("arms", [("eagle3",), ("dflash",), ("eagle3", "dflash"), ("ddtree",)])
 def test_prefixes_are_reused_as_without_drafters_but_for_what_is_counted(
-    arms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    arms: tuple[str, ...],
 ) -> None:
     plain = Run("none", {})
     wanted = conversation(plain)
@@ -417,10 +417,10 @@ def test_drafting_writes_into_no_prefix_that_others_share(
         held = {
             s.id: [
                 (a, s.extent, a.narrow(2, s.extent.start, n).clone(), n)
-                for a in arenas
+                for at, a in enumerate(arenas)
                 if s.extent is not None
-                # The target's rows, and those that the drafter has consumed.
-                for n in [s.num_cached if a.shape[0] and a is arenas[0] else rows_of(s)]
+                # The target's keys and values, and the rows that the drafter has consumed.
+                for n in [s.num_cached if at < 2 else rows_of(s)]
             ]
             for s in (owner, borrower)
         }
