@@ -105,6 +105,10 @@ class CatchUp:
             ]
             if late:
                 self.consume(context, late)
+        self.measure(running)
+
+    def measure(self, running: Sequence[SequenceState]) -> None:
+        """Take the memory of the feature buffers of those that run."""
         self.feature_bytes = sum(s.features.nbytes for s in running if s.features is not None)
         self.feature_bytes_peak = max(self.feature_bytes_peak, self.feature_bytes)
 

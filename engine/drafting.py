@@ -94,6 +94,11 @@ class Drafting:
 
     def _route(self, decoding: Sequence[SequenceState]) -> list[str]:
         arms = self.router.route(decoding) if decoding else []
+        if len(arms) != len(decoding) or not all(isinstance(arm, str) for arm in arms):
+            raise WhiFlashError(
+                f"router {self.router.name!r} returned {arms!r} for {len(decoding)} sequences; "
+                "expected the name of one arm for each"
+            )
         if strange := set(arms) - self.drafters.keys() - {NONE}:
             raise WhiFlashError(
                 f"router {self.router.name!r} chose {', '.join(map(repr, sorted(strange)))}, which "

@@ -30,9 +30,10 @@ from .drafters.base import Drafter
 from .drafters.context import draft_context
 from .drafters.registry import drafter_names, make_drafter
 from .drafting import Draft, Drafting
-from .engine_settings import EngineSettings
+from .engine_settings import LEAST_ROOM, EngineSettings
 from .errors import ContextLengthError, RequestError, SettingsError
 from .features import stack
+from .kv_cache import GRANULE
 from .memory import arena_positions
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
@@ -92,6 +93,11 @@ class WhiFlashEngine:
                 "(engine.drafters.registry.neural_drafters)"
             )
         self.router: Router = StaticRouter(router) if isinstance(router, str) else router
+        if isinstance(arms := getattr(self.router, "arms", None), str) or arms is None:
+            raise SettingsError(
+                f"router {type(self.router).__name__} has arms={arms!r}; expected a tuple with the "
+                "names of the drafters that it chooses from"
+            )
         self.drafters: dict[str, Drafter] = {
             name: given[name] if name in given else make_drafter(name) for name in self.router.arms
         }
@@ -101,14 +107,23 @@ class WhiFlashEngine:
             max_backlog=0 if eager else self.settings.max_backlog,
         )
         # What a round may write behind the committed positions: trees to verify, or a drafter's
-        # own rows while it drafts.
-        self._scratch = max(self.settings.max_draft_nodes, self._catch_up.scratch)
+        # own rows while it drafts. Alike for every router: which requests are refused must not
+        # depend on how they are drafted.
+        self._room = max(self.settings.max_draft_nodes, LEAST_ROOM)
+        for context in self._catch_up.contexts.values():
+            if context.scratch > self._room:
+                raise SettingsError(
+                    f"drafter {context.name!r} writes {context.scratch} positions while it drafts "
+                    f"(EAGLE-3: (depth - 1) * top_k; DFlash: its block), max_draft_nodes="
+                    f"{self.settings.max_draft_nodes} leaves room for {self._room}; raise "
+                    "max_draft_nodes, or lower depth or top_k"
+                )
         self._decode = decode
         contexts = self._catch_up.contexts.values()
         planes = [context.plane_shape for context in contexts]
         positions = self.settings.kv_tokens
         if positions is None:
-            wanted = self.settings.max_running * (target.max_context + self._scratch)
+            wanted = self.settings.max_running * (target.max_context + self._room)
             positions = arena_positions(
                 [target.plane, *planes], target.dtype, target.device, wanted=wanted
             )
@@ -133,9 +148,12 @@ class WhiFlashEngine:
             self._cache,
             max_running=self.settings.max_running,
             prefill_chunk=self.settings.prefill_chunk,
-            scratch=self._scratch if self.drafters else 0,
+            scratch=max(self.settings.max_draft_nodes, self._catch_up.scratch)
+            if self.drafters
+            else 0,
             prefix_reuse=self.settings.prefix_reuse,
             lookahead=self._catch_up.lookahead,
+            start=self._catch_up.start,
             settle=self._catch_up.settle,
         )
         self._sequences: dict[str, SequenceState] = {}
@@ -182,13 +200,13 @@ class WhiFlashEngine:
                 f"{params.max_tokens} exceed the target's context of {self.target.max_context}; "
                 "shorten the prompt or lower max_tokens"
             )
-        # Drafts count even under `none`: what is refused should not depend on how it is drafted.
-        most = len(prompt) + params.max_tokens + self._scratch
+        most = len(prompt) + params.max_tokens + self._room
         if most > self._cache.positions:
             raise ContextLengthError(
                 f"request {request.id!r} needs up to {most} KV positions ({len(prompt)} prompt + "
-                f"{params.max_tokens} max_tokens + {self._scratch} for drafts), the KV cache has "
-                f"{self._cache.positions}; lower max_tokens or raise kv_tokens"
+                f"{params.max_tokens} max_tokens + {self._room} for drafts), the KV cache has "
+                f"{self._cache.positions} (kv_tokens, rounded down to a multiple of {GRANULE}); "
+                "lower max_tokens or raise kv_tokens"
             )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         sequence = SequenceState(
@@ -220,6 +238,8 @@ class WhiFlashEngine:
         """
         sequence = self._sequences[request_id]
         self._scheduler.drop(sequence)
+        self._catch_up.measure(self._scheduler.running)
+        self._count()
         text = sequence.stop.close()  # what was held back as the possible beginning of a stop
         self._deliver(Event(request_id, [], text, self._result(sequence, "abort", None)))
 
@@ -299,7 +319,6 @@ class WhiFlashEngine:
                 sequence.admitted_at = started
                 for drafter in self.drafters.values():
                     drafter.open(sequence)
-            self._catch_up.start(sequence)
 
         decoding = [s for s in self._scheduler.running if s.is_decoding]
         drafts = self._drafting.draft(decoding)

@@ -8,6 +8,9 @@ from .errors import SettingsError
 
 CATCH_UP = ("lazy", "eager")
 DRAFT_PREFILL = ("kv-only", "full")
+# Positions that every engine keeps free behind a sequence for a round's drafts: enough for the 7
+# levels of 10 rows that EAGLE-3 writes while it drafts its default tree.
+LEAST_ROOM = 80
 _COUNTS = ("max_running", "prefill_chunk", "max_draft_nodes", "max_backlog")
 
 
@@ -43,7 +46,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         for name in (*_COUNTS, "kv_tokens"):
             value = getattr(self, name)
-            if not isinstance(value, int) and (name, value) != ("kv_tokens", None):
+            unset = (name, value) == ("kv_tokens", None)
+            if not unset and (not isinstance(value, int) or isinstance(value, bool)):
                 raise SettingsError(f"{name}={value!r}: expected an integer")
         for name in _COUNTS:
             if getattr(self, name) < 1:

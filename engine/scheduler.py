@@ -57,6 +57,7 @@ class Scheduler:
         scratch: positions that a round may write behind the committed ones.
         prefix_reuse: off computes every prompt from its first token.
         lookahead: tokens behind a position on which drafters' rows there depend.
+        start: called for a sequence that just got its extent, before anybody can build on it.
         settle: called before others build on a sequence's prefix, to bring its drafters' contexts
             up to date.
     """
@@ -70,6 +71,7 @@ class Scheduler:
         scratch: int,
         prefix_reuse: bool = True,
         lookahead: int = 0,
+        start: Callable[[SequenceState], None] = lambda sequence: None,
         settle: Callable[[SequenceState], None] = lambda sequence: None,
     ) -> None:
         self.cache = cache
@@ -82,6 +84,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.num_preemptions = 0
         self.positions_recomputed = 0
+        self._on_start = start
         self._settle = settle
         self._retained: list[Retained] = []  # least recently used first
         self._awaits: dict[str, tuple[SequenceState, int]] = {}
@@ -239,6 +242,7 @@ class Scheduler:
         sequence.num_cached = reused
         if sequence.num_output == 0:
             sequence.cached_tokens = reused
+        self._on_start(sequence)
 
     # Space -----------------------------------------------------------------------------------
 

@@ -161,5 +161,5 @@ def test_one_node_is_the_first_token_of_the_chain() -> None:
 
 
 def test_a_budget_below_one_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"ddtree: nodes=0; expected at least 1"):
+    with pytest.raises(SettingsError, match=r"ddtree: nodes=0; expected an integer of at least 1"):
         DDTreeDrafter(tiny_drafters.dflash(), nodes=0)

@@ -190,7 +190,9 @@ def test_an_equal_path_is_not_drafted_twice_and_parents_stand_before_children() 
 
 @pytest.mark.parametrize("setting", ["depth", "top_k", "total_tokens"])
 def test_settings_below_one_are_refused(setting: str) -> None:
-    with pytest.raises(SettingsError, match=rf"eagle3: {setting}=0; expected at least 1"):
+    with pytest.raises(
+        SettingsError, match=rf"eagle3: {setting}=0; expected an integer of at least 1"
+    ):
         Eagle3Drafter(tiny_drafters.eagle3(), **{setting: 0})
 
 

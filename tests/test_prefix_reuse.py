@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import tiny_drafters
 from hypothesis import given
 from hypothesis import strategies as st
 from small_engines import ask, assert_arena_is_sound, build, plain, run, text
 
+from whiflash_agents.engine.drafters.registry import neural_drafters
 from whiflash_agents.engine.kv_cache import KVCache
 from whiflash_agents.engine.sequence import common_prefix_length
 
@@ -247,3 +250,22 @@ def test_a_waiting_prompt_that_is_aborted_is_forgotten() -> None:
     engine.abort("second")
     assert engine._scheduler._awaits == {}
     assert run(engine)["first"].token_ids == plain(ask("first", text(1, 100)))
+
+
+@pytest.mark.parametrize("arm", ["eagle3", "dflash", "ddtree"])
+def test_prompts_that_outgrew_a_drafter_share_a_prefix_that_starts_in_the_same_step(
+    arm: str,
+) -> None:
+    """The second builds on the first before that has computed anything of its own."""
+    layer = tiny_drafters.layers(max_positions=64)
+    arms = neural_drafters(
+        eagle3=tiny_drafters.eagle3(layer=layer),
+        dflash=tiny_drafters.dflash(layer=replace(layer, num_layers=2)),
+    )
+    engine = build(arm, arms)
+    base = text(1, 100)
+    engine.generate([ask("first", base, 4)])
+    requests = [ask(f"next-{i}", [*base, *text(2 + i, 4)], 8) for i in range(3)]
+    for request, result in zip(requests, engine.generate(requests), strict=True):
+        assert result.token_ids == plain(request)
+        assert any("max_position_embeddings of 64" in note for note in result.stats.notes)

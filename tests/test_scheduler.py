@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import tiny
+import tiny_drafters
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_engines import ask, assert_arena_is_sound, build, plain, run, text
 
+from whiflash_agents.engine import engine as engine_module
 from whiflash_agents.engine import kv_cache, scheduler
-from whiflash_agents.engine.errors import ContextLengthError
+from whiflash_agents.engine.drafters.registry import neural_drafters
+from whiflash_agents.engine.errors import ContextLengthError, SettingsError
 from whiflash_agents.engine.kv_cache import KVCache
 from whiflash_agents.engine.routing.static import StaticRouter
 
@@ -84,19 +87,28 @@ def test_what_cannot_fit_is_refused_at_once_and_leaves_nothing_behind() -> None:
     with pytest.raises(ContextLengthError, match="exceed the target's context of 512"):
         engine.add(ask("a", text(1, 500), 13))
     with pytest.raises(ContextLengthError, match="needs up to 257 KV positions"):
-        engine.add(ask("a", text(1, 200), 25))
+        engine.add(ask("a", text(1, 150), 27))
     assert not engine.has_work
-    request = ask("a", text(1, 200), 24)  # just fits
+    request = ask("a", text(1, 150), 26)  # just fits, with room for a round's drafts
     engine.add(request)
     assert run(engine)["a"].token_ids == plain(request)
 
 
 def test_what_fits_does_not_depend_on_the_router() -> None:
-    for router in ("none", "lookup"):
-        engine = build(router, kv_tokens=256, max_draft_nodes=32)
+    arms = neural_drafters(eagle3=tiny_drafters.eagle3(), dflash=tiny_drafters.dflash())
+    for router in ("none", "lookup", "eagle3", "dflash", "ddtree"):
+        engine = build(router, arms, kv_tokens=256, max_draft_nodes=64)
         with pytest.raises(ContextLengthError, match="needs up to 257 KV positions"):
-            engine.add(ask("a", text(1, 200), 25))
-        engine.add(ask("a", text(1, 200), 24))
+            engine.add(ask("a", text(1, 150), 27))
+        engine.add(ask("a", text(1, 150), 26))
+        arms = neural_drafters(eagle3=tiny_drafters.eagle3(), dflash=tiny_drafters.dflash())
+
+
+def test_a_drafter_that_needs_more_room_than_there_is_is_refused_with_the_remedy() -> None:
+    arms = neural_drafters(eagle3=tiny_drafters.eagle3(), eagle3_depth=10)
+    with pytest.raises(SettingsError, match=r"'eagle3' writes 90 positions .*raise max_draft_nod"):
+        build("eagle3", arms)
+    assert build("eagle3", arms, max_draft_nodes=90)
 
 
 def test_a_request_may_fill_the_context_to_its_last_position() -> None:
@@ -171,6 +183,7 @@ def test_output_survives_any_arena_however_tight(data: st.DataObject) -> None:
     """Tiny granules and reserves, so that growing, moving, evicting and preempting are the rule."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_cache, "GRANULE", 4)
+        patch.setattr(engine_module, "LEAST_ROOM", 0)
         patch.setattr(scheduler, "_RESERVE", data.draw(st.integers(1, 6), label="reserve"))
         patch.setattr(scheduler, "_WORTH_WAITING", 4)
         patch.setattr(scheduler, "_MAX_RETAINED", data.draw(st.integers(1, 6), label="retained"))
@@ -188,7 +201,7 @@ def test_output_survives_any_arena_however_tight(data: st.DataObject) -> None:
         engine = build(
             StaticRouter(data.draw(st.sampled_from(["none", "random"]), label="arm")),
             {"random": tiny.ScriptedDrafter("random", answers)},
-            kv_tokens=max(64, most + data.draw(st.integers(0, 30), label="spare")),
+            kv_tokens=max(64, most + 3 + data.draw(st.integers(0, 30), label="spare")),
             max_running=data.draw(st.integers(2, 6), label="max_running"),
             max_draft_nodes=nodes,
             prefill_chunk=data.draw(st.sampled_from([3, 16]), label="chunk"),

@@ -154,9 +154,24 @@ def test_router_needs_the_weights_that_it_drafts_with(router: str, network: str)
 
 @pytest.mark.parametrize("field", ["eagle3_tokens", "ddtree_nodes"])
 def test_a_tree_larger_than_what_is_verified_is_refused(field: str) -> None:
-    with pytest.raises(SettingsError, match=f"{field}=65 is more than max_draft_nodes=64"):
-        Settings.of(**{field: 65})
-    assert Settings.of(**{field: 65}, max_draft_nodes=65)
+    router = field.partition("_")[0]
+    asked = {"router": router, "eagle3": "e", "dflash": "d", field: 65}
+    with pytest.raises(SettingsError, match=f"{field}: 65 is more than max_draft_nodes=64"):
+        Settings.of(**asked)
+    assert Settings.of(**asked, max_draft_nodes=65)
+    assert Settings.of(**{field: 65}, max_draft_nodes=3)  # lookup draws no such tree
+
+
+def test_a_level_wider_than_its_tree_is_refused() -> None:
+    with pytest.raises(SettingsError, match="eagle3_top_k: 61 is more than eagle3_tokens=60"):
+        Settings.of(router="eagle3", eagle3="e", eagle3_top_k=61)
+
+
+def test_drafter_settings_without_effect_are_known() -> None:
+    asked = {"eagle3": "e", "ddtree_nodes": 5, "max_draft_nodes": 40, "catch_up": "eager"}
+    assert Settings.of(**asked).unused_drafter_settings() == ["catch_up", "ddtree_nodes", "eagle3"]
+    tree = Settings.of(router="ddtree", dflash="d", max_backlog=4, **asked)
+    assert tree.unused_drafter_settings() == ["eagle3", "max_backlog"]
 
 
 def test_unknown_router_is_refused_with_the_nearest_name() -> None:

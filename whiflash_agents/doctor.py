@@ -131,13 +131,17 @@ def _drafters(settings: Settings, target: Target, asked: dict[str, str]) -> Iter
     models: dict[str, Any] = {}
     for kind, name in asked.items():
         try:
-            models[kind] = model = loaders[kind](resolve_drafter(name), target)
+            models[kind] = model = loaders[kind](resolve_drafter(name, kind), target)
         except WhiFlashError as error:
             yield Finding("drafters", kind, "wrong", str(error))
             continue
         size = sum(p.numel() for p in model.parameters()) / 1e6
         layers = ", ".join(map(str, model.config.feature_layers))
-        text = f"{name}: {size:.1f} M parameters, reads hidden states {layers} of the target"
+        shape = model.config.layer if kind == "eagle3" else model.config.layers
+        text = (
+            f"{name}: {size:.1f} M parameters, reads hidden states {layers} of the target, drafts "
+            f"up to position {shape.max_positions:,}"
+        )
         if getattr(model.config, "length_head", ()):
             text += "; its AdaFlash length head is not used by this version"
         yield Finding("drafters", kind, "ok", text)
@@ -153,7 +157,10 @@ def _memory(
     planes = {"target": target.plane} | {n: c.plane_shape for n, c in contexts.items()}
     for name, plane in planes.items():
         each = plane.bytes_per_position(target.dtype)
-        text = f"{each:,} bytes a position: {_mib(each * 32_768)} for a context of 32,768"
+        text = (
+            f"{each:,} bytes a position: {_mib(each * target.max_context)} for the target's "
+            f"context of {target.max_context:,}"
+        )
         yield Finding("memory", f"KV cache, {name}", "ok", text)
     if not contexts:
         return

@@ -97,8 +97,9 @@ def find_local(name: str | None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def resolve_drafter(name: str) -> Path:
+def resolve_drafter(name: str, network: str) -> Path:
     """The folder of the drafter `name`: a local folder, or a hub name that is fetched into one.
+    `network` is the setting that names it (`eagle3`, `dflash`).
 
     Raises:
         ModelNotFoundError: nothing of that name; the text says what was tried and what to do.
@@ -108,12 +109,13 @@ def resolve_drafter(name: str) -> Path:
         return path
     if path.is_file():
         raise ModelNotFoundError(
-            f"{name} is a file; expected the folder that holds a drafter's config.json and weights"
+            f"{network} (--{network}): {name} is a file; expected the folder that holds a "
+            "drafter's config.json and weights"
         )
     if _looks_like_path(name):
         raise ModelNotFoundError(
-            f"there is no folder {name}: a drafter is given as its folder or as a hub name "
-            "(owner/name)"
+            f"{network} (--{network}): there is no folder {name} (from {Path.cwd()}); a drafter is "
+            "given as its folder or as a hub name (owner/name)"
         )
     return _fetch(name, _DRAFTER_PATTERNS)
 

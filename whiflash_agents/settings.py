@@ -42,6 +42,13 @@ ROUTER_NETWORKS: dict[str, str | None] = {
     "ddtree": "dflash",
 }
 ROUTERS = tuple(ROUTER_NETWORKS)
+_CATCH_UP_FIELDS = {"catch_up", "max_backlog"}
+_EAGLE3_FIELDS = {
+    *("eagle3", "eagle3_depth", "eagle3_top_k", "eagle3_tokens", "draft_prefill"),
+    *_CATCH_UP_FIELDS,
+}
+_DFLASH_FIELDS = {"dflash", *_CATCH_UP_FIELDS}
+_DDTREE_FIELDS = {"ddtree_nodes", *_DFLASH_FIELDS}
 _NETWORK_NAMES = {"eagle3": "an EAGLE-3 checkpoint", "dflash": "a DFlash checkpoint"}
 # Named by the method, but this version has only the arms that they would choose from.
 ROUTERS_TO_COME = ("entropy", "neural", "cost-aware")
@@ -169,15 +176,20 @@ class DraftersSection(_Section):
             raise ValueError("expected a folder or a hub name")
         return drafter
 
-    @model_validator(mode="after")
-    def _fit(self) -> DraftersSection:
-        for name in ("eagle3_tokens", "ddtree_nodes"):
-            if getattr(self, name) > self.max_draft_nodes:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is more than max_draft_nodes="
-                    f"{self.max_draft_nodes}, which bounds what is verified; raise that, too"
-                )
-        return self
+    def check_tree(self, router: str) -> None:
+        """Raises ValueError when the tree that `router` drafts does not fit its bounds."""
+        nodes = {"eagle3": "eagle3_tokens", "ddtree": "ddtree_nodes"}.get(router)
+        if nodes is not None and getattr(self, nodes) > self.max_draft_nodes:
+            raise ValueError(
+                f"{nodes}={getattr(self, nodes)} is more than max_draft_nodes="
+                f"{self.max_draft_nodes}, which bounds what is verified; lower {nodes} "
+                f"({option_name(nodes)}) or raise max_draft_nodes (--max-draft-nodes)"
+            )
+        if router == "eagle3" and self.eagle3_top_k > self.eagle3_tokens:
+            raise ValueError(
+                f"eagle3_top_k={self.eagle3_top_k} is more than eagle3_tokens="
+                f"{self.eagle3_tokens}: a level would be wider than the tree; lower it"
+            )
 
 
 class RunSection(_Section):
@@ -212,12 +224,24 @@ class Settings(_Section):
                 f"device={self.model.device!r} picks a GPU by number, but with workers="
                 f"{self.run.workers} Ray assigns the GPUs; use device cuda, or workers 0"
             )
+        self.drafters.check_tree(self.engine.router)
         if (network := self.network) and getattr(self.drafters, network) is None:
             raise ValueError(
                 f"router={self.engine.router!r} drafts with {_NETWORK_NAMES[network]}, and none is "
                 f"given; give its folder or hub name as {network} (--{network})"
             )
         return self
+
+    def unused_drafter_settings(self) -> list[str]:
+        """Fields of `drafters` that were set and have no effect with this router."""
+        router, drafters = self.engine.router, self.drafters
+        used = set() if router == "none" else {"max_draft_nodes"}
+        used |= {"eagle3": _EAGLE3_FIELDS, "dflash": _DFLASH_FIELDS, "ddtree": _DDTREE_FIELDS}.get(
+            router, set()
+        )
+        if drafters.catch_up == "eager":
+            used.discard("max_backlog")
+        return sorted(drafters.model_fields_set - used)
 
     @property
     def network(self) -> str | None:
@@ -368,8 +392,7 @@ def _explain(error: ValidationError, origin: Mapping[tuple[str, str], str]) -> s
         name = named.group(1)
         setter = origin.get((home, name))
         if setter:
-            value = message.removeprefix(f"{name}=")
-            return f"{setter}: {value if ' is not valid: ' in value else message}"
+            return f"{setter}: {message.removeprefix(f'{name}=')}"
     return message
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..drafters.dflash_model import DFlashConfig, DFlashModel
 from ..drafters.layers import LayerConfig
+from ..errors import CheckpointError
 from ..target import Target
 from .config_file import Fields
 from .fitting import embedding_of, fit, head_of, take_shared
@@ -48,8 +49,7 @@ def read_dflash(fields: Fields, target: Target) -> DFlashModel:
     _refuse_variants(fields, own)
     layers = read_layers(fields, qk_norm=True, mlp_bias=False, nested_rope="equal")
     fields.must_equal("vocab_size", target.vocab_size, "the target's vocabulary")
-    if "num_target_layers" in fields:
-        fields.must_equal("num_target_layers", target.num_layers, "the target's number of layers")
+    fields.must_equal("num_target_layers", target.num_layers, "the target's number of layers")
     ids = own.layer_ids("target_layer_ids", first=0, last=target.num_layers - 1)
     softcap = _draft_number(fields, own, "final_logit_softcapping")
     weights = read_weights(fields.file.parent)
@@ -57,7 +57,7 @@ def read_dflash(fields: Fields, target: Target) -> DFlashModel:
         layers=layers,
         feature_layers=tuple(index + 1 for index in ids),
         vocab_size=target.vocab_size,
-        num_target_layers=target.num_layers if "num_target_layers" in fields else None,
+        num_target_layers=target.num_layers,
         block_size=_block_size(fields, own),
         mask_token_id=own.integer("mask_token_id", minimum=0),
         sliding_causal=_sliding_causal(fields, own, layers),
@@ -86,6 +86,12 @@ def check_sizes(config: DFlashConfig, layers: Fields, mask: Fields, target: Targ
     """
     hidden = Fields(layers.file, {"hidden_size": config.layers.hidden_size}, layers.prefix)
     hidden.must_equal("hidden_size", target.config.hidden_size, "the target's hidden size")
+    if config.block_size > config.layers.max_positions:
+        raise CheckpointError(
+            f"{layers.file}: a block of {config.block_size} (block_size) is longer than "
+            f"max_position_embeddings ({config.layers.max_positions}), so it could never draft; "
+            "correct the field, or use another drafter"
+        )
     rows = len(embedding_of(target))
     if config.mask_token_id >= rows:
         raise mask.error(

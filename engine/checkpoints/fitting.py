@@ -59,6 +59,10 @@ def fit(
         more = f" (and {len(others)} more problems of this kind)" if others else ""
         raise weights.error(name, problem + more, _REMEDY)
 
+    for name, tensor in weights.tensors.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise weights.error(name, "holds NaN or infinite values", _REMEDY)
+
     def moved(name: str, like: Tensor) -> Tensor:
         dtype = target.dtype if like.is_floating_point() else like.dtype
         return weights.tensors[name].to(device=target.device, dtype=dtype)

@@ -84,6 +84,11 @@ def read_layers(
     heads, kv_heads = filled.num_attention_heads, filled.num_key_value_heads
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
+    positions = filled.max_position_embeddings
+    if not isinstance(positions, int) or positions < 1:
+        raise fields.error("max_position_embeddings", "a whole number of at least 1")
+    if "max_position_embeddings" in fields:
+        fields.integer("max_position_embeddings")  # null would have become a default
     window, sliding = _sliding(fields, filled)
     return LayerConfig(
         hidden_size=filled.hidden_size,
@@ -92,7 +97,7 @@ def read_layers(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=filled.head_dim,
-        max_positions=filled.max_position_embeddings,
+        max_positions=positions,
         rms_norm_eps=filled.rms_norm_eps,
         rope=_rope(fields, filled.rope_parameters, nested_rope),
         qk_norm=qk_norm,
@@ -178,6 +183,8 @@ def _rope(
         for name in scaling.values.keys() & given.values.keys():
             if scaling.values[name] != given.values[name]:
                 raise scaling.error(name, f"{given.values[name]}, as in rope_parameters")
+    if not rope.get("rope_theta", 1.0) > 0:
+        raise fields.error("rope_theta", "a number above 0")
     kind = rope.get("rope_type", "default")
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
         raise CheckpointError(

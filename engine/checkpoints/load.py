@@ -16,7 +16,10 @@ from .speculators import read_speculators_dflash, read_speculators_eagle3
 
 Kind = Literal["EAGLE-3", "DFlash"]
 
-_LOADERS = {"EAGLE-3": "load_eagle3 (drafter 'eagle3')", "DFlash": "load_dflash (drafter 'dflash')"}
+_PLACES = {
+    "EAGLE-3": "as eagle3 (--eagle3, with router eagle3; load_eagle3 in Python)",
+    "DFlash": "as dflash (--dflash, with router dflash or ddtree; load_dflash in Python)",
+}
 _NAMES = {"EAGLE-3": "an EAGLE-3 drafter", "DFlash": "a DFlash drafter"}
 _SPECULATORS: dict[str, Kind] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 
@@ -60,7 +63,7 @@ def _require(fields: Fields, wanted: Kind) -> None:
     if found != wanted:
         raise CheckpointError(
             f"checkpoint {str(fields.file.parent)!r} holds {_NAMES[found]}, expected {wanted}; "
-            f"load it with {_LOADERS[found]}, or give the folder of another drafter"
+            f"give it {_PLACES[found]}, or give the folder of another drafter"
         )
 
 

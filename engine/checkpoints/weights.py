@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
+_LFS_POINTER = b"version https://git-lfs"
 _REFETCH = "fetch the checkpoint again"
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -137,6 +138,12 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{file} is a Git LFS pointer, not the weights it stands for; fetch them with "
+                "`git lfs pull` in its repository, or download the file from the hub"
+            )
     try:
         return load_file(file)
     except (SafetensorError, OSError, KeyError) as error:

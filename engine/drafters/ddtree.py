@@ -73,8 +73,8 @@ class DDTreeDrafter:
     name = "ddtree"
 
     def __init__(self, model: DFlashModel | DFlashContext, *, nodes: int = 32) -> None:
-        if nodes < 1:
-            raise SettingsError(f"ddtree: nodes={nodes}; expected at least 1")
+        if not isinstance(nodes, int) or nodes < 1:
+            raise SettingsError(f"ddtree: nodes={nodes!r}; expected an integer of at least 1")
         self.context = model if isinstance(model, DFlashContext) else DFlashContext(model)
         self.nodes = nodes
 

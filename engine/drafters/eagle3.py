@@ -141,7 +141,8 @@ class Eagle3Drafter:
     Args:
         model: the network.
         depth: levels of the tree.
-        top_k: nodes of a level that are expanded, and children of each.
+        top_k: nodes of a level that are expanded, and children of each (all, where the draft
+            vocabulary has fewer tokens).
         total_tokens: nodes that are kept, without the root.
 
     Raises:
@@ -154,8 +155,8 @@ class Eagle3Drafter:
         self, model: Eagle3Model, *, depth: int = 8, top_k: int = 10, total_tokens: int = 60
     ) -> None:
         for name, value in (("depth", depth), ("top_k", top_k), ("total_tokens", total_tokens)):
-            if value < 1:
-                raise SettingsError(f"eagle3: {name}={value}; expected at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise SettingsError(f"eagle3: {name}={value!r}; expected an integer of at least 1")
         self.depth = depth
         self.top_k = min(top_k, model.config.draft_vocab_size)
         self.total_tokens = total_tokens

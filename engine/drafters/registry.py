@@ -31,8 +31,14 @@ def neural_drafters(
     which share one context.
 
     Raises:
-        SettingsError: a setting below 1.
+        SettingsError: a setting below 1, or a network of the other kind.
     """
+    for name, model, kind in (("eagle3", eagle3, Eagle3Model), ("dflash", dflash, DFlashModel)):
+        if model is not None and not isinstance(model, kind):
+            raise SettingsError(
+                f"{name}: expected a {kind.__name__} (engine.checkpoints.load_{name}), got a "
+                f"{type(model).__name__}"
+            )
     arms: dict[str, Drafter] = {}
     if eagle3 is not None:
         arms["eagle3"] = Eagle3Drafter(

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
-from whiflash_agents.settings import Settings
+from whiflash_agents.settings import Settings, option_name
 from whiflash_agents.traces import read_traces
 
 from .figures import RunFigures
@@ -170,13 +170,12 @@ class WhiFlashBatch:
         drafter = None
         if network is not None:
             self._progress.phase(f"finding the {network} drafter")
-            drafter = resolve_drafter(getattr(drafters, network))
-        for other in ("eagle3", "dflash"):
-            if other != network and getattr(drafters, other) is not None:
-                self._progress.phase(
-                    f"the {other} drafter is not used: router {self.settings.engine.router} does "
-                    "not draft with it"
-                )
+            drafter = resolve_drafter(getattr(drafters, network), network)
+        if unused := self.settings.unused_drafter_settings():
+            self._progress.phase(
+                f"without effect under router {self.settings.engine.router}: "
+                f"{', '.join(map(option_name, unused))}"
+            )
         self._progress.phase(f"loading {model.name}")
         runner = self._make_runner(SessionSpec.of(self.settings, model, drafter), self.settings)
         self.figures.target = model.name
