@@ -1,6 +1,7 @@
 """What switching drafters costs: catching up, lazily and eagerly, on a target of random weights.
 
-    python benchmarks/catch_up.py                  the width of a Qwen3-0.6B, float32
+    python benchmarks/catch_up.py                  a Qwen3 of 12 layers, float32
+    python benchmarks/catch_up.py --layers 28 --dflash-layers 5        the shape of Qwen3-0.6B
     python benchmarks/catch_up.py --markdown       the tables for docs/drafters.md
     python benchmarks/catch_up.py --small          tiny widths, a few seconds, to try it out
 
@@ -53,6 +54,7 @@ from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.engine.drafters.eagle3_model import Eagle3Config, Eagle3Model
 from whiflash_agents.engine.drafters.layers import LayerConfig
 from whiflash_agents.engine.features import FeatureBuffer
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.sequence import ContextState, SequenceState
 from whiflash_agents.engine.telemetry import RoundRecord
 
@@ -75,7 +77,7 @@ class Cell(NamedTuple):
     draft_prefill: str
 
 
-class ScriptedRouter:
+class ScriptedRouter(Router):
     """Serves the arm it is told to, and keeps hold of the sequences it was asked about."""
 
     name = "scripted"
@@ -96,7 +98,7 @@ class Models:
     def __init__(self, args: argparse.Namespace, positions: int) -> None:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        shape = (128, 256, 8, 4, 2, 32) if args.small else (1024, 3072, 12, 16, 8, 128)
+        shape = (128, 256, 8, 4, 2, 32) if args.small else (1024, 3072, args.layers, 16, 8, 128)
         layers = LayerConfig(*shape, max_positions=positions)
         depth, vocab = layers.num_layers, 1000 if args.small else 32_000
         torch.manual_seed(0)
@@ -113,10 +115,12 @@ class Models:
         )
         layer, features = replace(layers, num_layers=1), (2, depth // 2, depth - 3)
         eagle3 = Eagle3Config(layer, features, layers.hidden_size, vocab, vocab // 2)
-        # Evenly spread, as in the published checkpoints.
-        spread = tuple(2 + round(i * (depth - 4) / 4) for i in range(5))
-        five = replace(layers, num_layers=5)
-        dflash = DFlashConfig(five, spread, vocab, depth, BLOCK, mask_token_id=vocab - 1)
+        # As many features as draft layers, evenly spread, as in published checkpoints (5 of each
+        # for targets of 36 layers).
+        count = args.dflash_layers
+        spread = tuple(2 + round(i * (depth - 4) / max(1, count - 1)) for i in range(count))
+        own = replace(layers, num_layers=count)
+        dflash = DFlashConfig(own, spread, vocab, depth, BLOCK, mask_token_id=vocab - 1)
         dtype = getattr(torch, args.dtype)
         model = Qwen3ForCausalLM(config).to(dtype)
         self.target = Target(model.requires_grad_(False), name="random weights")
@@ -243,6 +247,8 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="of all weights"
     )
+    parser.add_argument("--layers", type=int, default=12, help="of the target")
+    parser.add_argument("--dflash-layers", type=int, default=2, help="and features of DFlash")
     parser.add_argument("--eagle3", default="tree", choices=tuple(TREES), help="shape of its draft")
     parser.add_argument("--context", type=int, default=1024, help="positions before the backlog")
     backlogs = [1, 64, 128, 512, 1024]
@@ -252,7 +258,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     if parser.parse_known_args()[0].small:
-        parser.set_defaults(context=64, backlogs=[1, 16, 32], repeat=2)
+        parser.set_defaults(context=64, backlogs=[1, 16, 32], repeat=2, layers=8)
     args = parser.parse_args()
     args.backlogs = sorted(set(args.backlogs))
     if min(args.accepted, args.context, args.repeat, *args.backlogs) < 1:
@@ -308,7 +314,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "target": f"{target.num_layers} layers, hidden {target.hidden_size:,}, "
-        f"vocabulary {target.vocab_size:,}",
+        f"vocabulary {target.vocab_size:,}, DFlash of {args.dflash_layers} layers",
         **{name: getattr(args, name) for name in told},
         **summary(times, records, args.accepted),
     }
