@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from whiflash_agents.batch.plan import plan_rows
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.models import resolve_model
 from whiflash_agents.traces import Message, Trace, read_traces
 
 ARMS = ("none", "lookup", "recorded")
 
 
-class RouterByRequest:
+class RouterByRequest(Router):
     """The arm stands in the request's id, behind a bar."""
 
     name = "by request"

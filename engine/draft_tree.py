@@ -19,15 +19,18 @@ class DraftTree:
         tokens: token id of each node; `tokens[0]` is the root.
         parents: index of each node's parent; `parents[0] == -1`.
         depths: distance from the root; a node's position is the root's position plus its depth.
+        scores: log-probability, by its drafter, of each node being reached and accepted (0 for the
+            root, never above the parent's); None where the drafter gives none.
     """
 
-    __slots__ = ("_children", "depths", "is_chain", "parents", "tokens")
+    __slots__ = ("_children", "depths", "is_chain", "parents", "scores", "tokens")
 
     def __init__(self, root: int) -> None:
         self.tokens = [root]
         self.parents = [-1]
         self.depths = [0]
         self.is_chain = True
+        self.scores: list[float] | None = None
         self._children: dict[tuple[int, int], int] = {}
 
     @classmethod
@@ -65,6 +68,19 @@ class DraftTree:
             if len(self.tokens) >= max_nodes and (node, token) not in self._children:
                 return
             node = self.add(node, token)
+
+    def pruned(self, kept: Sequence[bool]) -> DraftTree:
+        """The tree of the drafted nodes marked in `kept` (the root stays), which must hold the
+        parent of each."""
+        tree = DraftTree(self.tokens[0])
+        nodes = {0: 0}
+        scores = [0.0]
+        for node, keep in enumerate(kept, start=1):
+            if keep:
+                nodes[node] = tree.add(nodes[self.parents[node]], self.tokens[node])
+                scores.append(0.0 if self.scores is None else self.scores[node])
+        tree.scores = None if self.scores is None else scores
+        return tree
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, if any."""

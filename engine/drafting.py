@@ -11,10 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .budget import VerifyBudget
 from .catch_up import CatchUp
+from .costs import CostModel
 from .draft_tree import DraftTree
 from .drafters.base import Drafter, DraftLimit
-from .drafters.context import draft_context
+from .drafters.context import DraftContext, draft_context
+from .drafters.dflash import DFlashDrafter
 from .errors import WhiFlashError
 from .routing.base import NONE, Router
 from .sequence import SequenceState
@@ -29,18 +32,22 @@ class Draft:
     backlog: int = 0
     catch_up_seconds: float = 0.0
     draft_seconds: float = 0.0
+    predicted: float | None = None
 
 
 class Drafting:
-    """Router and drafters of one engine.
+    """Router and drafters of one engine; the router's surroundings.
 
     Args:
         drafters: by arm; what the router may choose beside `none`.
         max_nodes: most drafted tokens of a tree.
+        budget: cuts drafts to what is worth verifying; None verifies all.
         vocab_size: of the target.
 
     Attributes:
+        costs: kept true by what drafting and catching up really take.
         seconds: time spent so far, with the catching up of drafters that were chosen.
+        route_seconds: time spent choosing them.
     """
 
     def __init__(
@@ -48,25 +55,60 @@ class Drafting:
         router: Router,
         drafters: Mapping[str, Drafter],
         catch_up: CatchUp,
+        costs: CostModel,
         *,
         max_nodes: int,
         vocab_size: int,
+        budget: VerifyBudget | None = None,
     ) -> None:
         self.router = router
         self.drafters = drafters
+        self.costs = costs
         self.seconds = 0.0
+        self.route_seconds = 0.0
         self._catch_up = catch_up
         self._max_nodes = max_nodes
         self._vocab_size = vocab_size
+        self.budget = budget
+        for drafter in drafters.values():
+            if isinstance(drafter, DFlashDrafter):  # for the others, scores cost nothing
+                drafter.scores = budget is not None
+        router.bind(self)
 
-    def draft(self, decoding: Sequence[SequenceState]) -> list[Draft]:
+    # What a router may ask -------------------------------------------------------------------
+
+    def available(self, arm: str, sequence: SequenceState) -> bool:
+        if arm == NONE:
+            return True
+        context = draft_context(self.drafters[arm])
+        return context is None or self._catch_up.available(context, sequence)
+
+    def network(self, arm: str) -> str | None:
+        context = None if arm == NONE else draft_context(self.drafters[arm])
+        return None if context is None else context.name
+
+    def backlog(self, arm: str, sequence: SequenceState) -> int:
+        context = None if arm == NONE else draft_context(self.drafters[arm])
+        return 0 if context is None else context.backlog(sequence)
+
+    # Steps 2 to 4 ----------------------------------------------------------------------------
+
+    def draft(self, decoding: Sequence[SequenceState], *, prompt_tokens: int = 0) -> list[Draft]:
         """A draft for every decoding sequence, in their order; `none` drafts the root alone.
+
+        Args:
+            prompt_tokens: tokens of prompts that the same step computes.
 
         Raises:
             WhiFlashError: a router or drafter of someone's own broke its contract.
         """
+        began = time.perf_counter()
         arms = self._route(decoding)
-        drafts = [Draft(DraftTree(s.tokens[-1]), a) for s, a in zip(decoding, arms, strict=True)]
+        drafts = [
+            Draft(DraftTree(s.tokens[-1]), arm, predicted=self.router.predicted(s))
+            for s, arm in zip(decoding, arms, strict=True)
+        ]
+        self.route_seconds += time.perf_counter() - began
         for name, drafter in self.drafters.items():
             chosen = [i for i, arm in enumerate(arms) if arm == name]
             if not chosen:
@@ -84,12 +126,24 @@ class Drafting:
             trees = drafter.draft(sequences, limits)
             ended = time.perf_counter()
             self.seconds += ended - started
+            self._observe(name, context, backlogs, caught_up - started, ended - caught_up)
             for i, tree, backlog in zip(chosen, trees, backlogs, strict=True):
                 self._check(name, tree, decoding[i])
                 drafts[i].tree = tree
                 drafts[i].backlog = backlog
                 drafts[i].catch_up_seconds = (caught_up - started) / len(chosen)
                 drafts[i].draft_seconds = (ended - caught_up) / len(chosen)
+        if self.budget is not None and drafts:
+            trees = self.budget.cut(
+                [d.tree for d in drafts],
+                arms,
+                [s.id for s in decoding],
+                [s.num_cached for s in decoding],
+                spent=time.perf_counter() - began,
+                prompt_tokens=prompt_tokens,
+            )
+            for draft, tree in zip(drafts, trees, strict=True):
+                draft.tree = tree
         return drafts
 
     def _route(self, decoding: Sequence[SequenceState]) -> list[str]:
@@ -104,16 +158,25 @@ class Drafting:
                 f"router {self.router.name!r} chose {', '.join(map(repr, sorted(strange)))}, which "
                 f"is not among its arms ({', '.join(self.router.arms)}) nor {NONE!r}"
             )
+        # A sequence may have outgrown the network that the router names.
         return [
-            arm if self._serves(arm, s) else NONE for s, arm in zip(decoding, arms, strict=True)
+            arm if self.available(arm, s) else NONE for s, arm in zip(decoding, arms, strict=True)
         ]
 
-    def _serves(self, arm: str, sequence: SequenceState) -> bool:
-        """Whether the arm can draft for the sequence, which may have outgrown its network."""
-        if arm == NONE:
-            return True
-        context = draft_context(self.drafters[arm])
-        return context is None or self._catch_up.available(context, sequence)
+    def _observe(
+        self,
+        arm: str,
+        context: DraftContext | None,
+        backlogs: Sequence[int],
+        catch_up: float,
+        draft: float,
+    ) -> None:
+        """Tell the cost model what a call took; a lookup catches up as it drafts."""
+        if context is None:
+            draft += catch_up
+        elif any(backlogs):
+            self.costs.observe_catch_up(context.name, sum(backlogs), catch_up)
+        self.costs.observe_draft(arm, len(backlogs), draft)
 
     def _check(self, drafter: str, tree: DraftTree, sequence: SequenceState) -> None:
         most = self._max_nodes

@@ -24,7 +24,9 @@ import torch
 
 from .acceptance import Walk, verify
 from .attention import PackedRow
+from .budget import VerifyBudget
 from .catch_up import CatchUp
+from .costs import CostModel, CostTable
 from .draft_tree import DraftTree
 from .drafters.base import Drafter
 from .drafters.context import draft_context
@@ -37,12 +39,13 @@ from .kv_cache import GRANULE
 from .memory import arena_positions
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
+from .routing.signals import read_signals
 from .routing.static import StaticRouter
 from .sampling import Sampler, logprobs
 from .scheduler import Scheduler
 from .sequence import SequenceState
 from .stopping import StopChecker
-from .target import Target, TargetBatch
+from .target import Target, TargetBatch, TargetOutput
 from .telemetry import RoundRecord, Totals
 
 __all__ = ["EngineSettings", "WhiFlashEngine"]
@@ -67,6 +70,8 @@ class WhiFlashEngine:
         target: the model.
         router: a router, or the name of a drafter (or `none`) to use in every round.
         drafters: drafters by name, for arms that are not built in or need other settings.
+        costs: what rounds take here (`cost_calibration.measure_costs`); without, it is learnt from
+            the rounds themselves.
         decode: token ids to text; needed for requests with stop strings only.
 
     Raises:
@@ -81,6 +86,7 @@ class WhiFlashEngine:
         router: str | Router = NONE,
         drafters: Mapping[str, Drafter] | None = None,
         settings: EngineSettings | None = None,
+        costs: CostModel | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.target = target
@@ -93,14 +99,15 @@ class WhiFlashEngine:
                 "(engine.drafters.registry.neural_drafters)"
             )
         self.router: Router = StaticRouter(router) if isinstance(router, str) else router
-        if isinstance(arms := getattr(self.router, "arms", None), str) or arms is None:
+        if not isinstance(self.router, Router) or isinstance(self.router.arms, str):
             raise SettingsError(
-                f"router {type(self.router).__name__} has arms={arms!r}; expected a tuple with the "
-                "names of the drafters that it chooses from"
+                f"router {self.router!r} is no engine.routing.base.Router with a tuple of names of "
+                "drafters as `arms`; derive it from that class"
             )
         self.drafters: dict[str, Drafter] = {
             name: given[name] if name in given else make_drafter(name) for name in self.router.arms
         }
+        costs = costs or CostModel(CostTable())
         eager = self.settings.catch_up == "eager"
         self._catch_up = CatchUp(
             [c for d in self.drafters.values() if (c := draft_context(d)) is not None],
@@ -141,8 +148,10 @@ class WhiFlashEngine:
             self.router,
             self.drafters,
             self._catch_up,
+            costs,
             max_nodes=self.settings.max_draft_nodes,
             vocab_size=target.vocab_size,
+            budget=VerifyBudget(costs) if self.settings.verify_budget == "gain" else None,
         )
         self._scheduler = Scheduler(
             self._cache,
@@ -158,6 +167,8 @@ class WhiFlashEngine:
         )
         self._sequences: dict[str, SequenceState] = {}
         self._arrivals = 0
+        self._signal_seconds = 0.0
+        self._ended: list[SequenceState] = []  # whose last round the router has yet to see
         self._subscribers: dict[str, deque[Event]] = {}
         self._unclaimed: list[Event] = []
 
@@ -242,6 +253,7 @@ class WhiFlashEngine:
         self._count()
         text = sequence.stop.close()  # what was held back as the possible beginning of a stop
         self._deliver(Event(request_id, [], text, self._result(sequence, "abort", None)))
+        self._close_routes()
 
     @property
     def has_work(self) -> bool:
@@ -321,9 +333,10 @@ class WhiFlashEngine:
                     drafter.open(sequence)
 
         decoding = [s for s in self._scheduler.running if s.is_decoding]
-        drafts = self._drafting.draft(decoding)
-        batch = TargetBatch()
         chunks = self._scheduler.prefill_chunks()
+        prompt_tokens = sum(count for _, count in chunks)
+        drafts = self._drafting.draft(decoding, prompt_tokens=prompt_tokens)
+        batch = TargetBatch()
         verified = self._pack_prompts(batch, chunks)
         verified += [
             self._pack_tree(batch, sequence, drafted)
@@ -351,31 +364,62 @@ class WhiFlashEngine:
             [v.sequence.sampler for v in verified],
             [len(v.sequence.tokens) for v in verified],
         )
+        self._read_signals(output, verified, walks)
         packed = len(batch.token_ids)
+        attended = sum(row.count * row.length for row in batch.rows)
+        self._drafting.costs.observe_verify(packed, attended, forward_seconds)
         records = []
         for item, walk in zip(verified, walks, strict=True):
             record = self._commit(item, walk, output.logits, features)
             if record is not None:
-                records.append((record, len(item.tree) / packed))
+                records.append((item.sequence, record, len(item.tree) / packed))
 
         self._catch_up.bound(self._scheduler.running)
 
         seconds = time.perf_counter() - started
-        together = seconds - sum(r.catch_up_seconds + r.draft_seconds for r, _ in records)
-        for record, share in records:
+        together = seconds - sum(r.catch_up_seconds + r.draft_seconds for _, r, _ in records)
+        for sequence, record, share in records:
             own = record.catch_up_seconds + record.draft_seconds
             record.round_seconds = own + together * share
+            self.router.observe(sequence, record)
+            if self._drafting.budget is not None:
+                self._drafting.budget.observe(sequence.id, record.drafter, record.accepted)
+        self._close_routes()
         self.totals.steps += 1
         self.totals.rounds += len(records)
         self.totals.step_seconds += seconds
         self.totals.forward_seconds += forward_seconds
         self._count()
 
+    def _close_routes(self) -> None:
+        for sequence in self._ended:
+            self.router.close(sequence)
+        self._ended.clear()
+
+    def _read_signals(
+        self, output: TargetOutput, verified: Sequence[_Verified], walks: Sequence[Walk]
+    ) -> None:
+        """What the router asked to know of each sequence, where its bonus token was chosen."""
+        if not self.router.signals or not verified:
+            return
+        started = time.perf_counter()
+        rows = [v.first_row + w.path[-1] for v, w in zip(verified, walks, strict=True)]
+        known = read_signals(output.logits, output.hidden, rows, wanted=self.router.signals)
+        for item, signals in zip(verified, known, strict=True):
+            item.sequence.signals = signals
+        self._signal_seconds += time.perf_counter() - started
+
     def _count(self) -> None:
         totals, catch_up = self.totals, self._catch_up
         totals.preemptions = self._scheduler.num_preemptions
         totals.positions_recomputed = self._scheduler.positions_recomputed
         totals.draft_seconds = self._drafting.seconds
+        totals.route_seconds = self._drafting.route_seconds + self._signal_seconds
+        if self._drafting.budget is not None:
+            totals.nodes_drafted = self._drafting.budget.drafted
+            totals.nodes_verified = self._drafting.budget.verified
+        totals.router = self.router.figures()
+        totals.costs = self._drafting.costs.as_dict()
         totals.catch_up_seconds = catch_up.seconds
         totals.draft_rows = dict(catch_up.rows)
         totals.feature_bytes = catch_up.feature_bytes
@@ -462,6 +506,7 @@ class WhiFlashEngine:
                 catch_up_seconds=drafts.catch_up_seconds,
                 draft_seconds=drafts.draft_seconds,
                 switched=sequence.last_drafter not in ("", drafts.drafter),
+                predicted=drafts.predicted,
             )
             sequence.last_drafter = drafts.drafter
             sequence.stats.rounds.append(record)
@@ -485,6 +530,7 @@ class WhiFlashEngine:
         if sequence.admitted_at is not None:
             for drafter in self.drafters.values():
                 drafter.close(sequence)
+            self._ended.append(sequence)
         started = sequence.admitted_at
         return GenerationResult(
             id=sequence.id,

@@ -8,6 +8,7 @@ from .errors import SettingsError
 
 CATCH_UP = ("lazy", "eager")
 DRAFT_PREFILL = ("kv-only", "full")
+VERIFY_BUDGET = ("all", "gain")
 # Positions that every engine keeps free behind a sequence for a round's drafts: enough for the 7
 # levels of 10 rows that EAGLE-3 writes while it drafts its default tree.
 LEAST_ROOM = 80
@@ -30,6 +31,8 @@ class EngineSettings:
             them every round.
         draft_prefill: `kv-only` computes keys and values of a drafter's backlog and no more; `full`
             runs its whole layer over it (EAGLE-3; DFlash's context has nothing more to run).
+        verify_budget: `all` verifies whole drafts; `gain` as much of all drafts of a step as raises
+            its expected tokens per second.
         max_backlog: under `lazy`, positions that a drafter may lag behind in one sequence before it
             catches up unasked, which bounds the memory for target features.
     """
@@ -42,6 +45,7 @@ class EngineSettings:
     catch_up: str = "lazy"
     draft_prefill: str = "kv-only"
     max_backlog: int = 512
+    verify_budget: str = "all"
 
     def __post_init__(self) -> None:
         for name in (*_COUNTS, "kv_tokens"):
@@ -54,7 +58,11 @@ class EngineSettings:
                 raise SettingsError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.kv_tokens is not None and self.kv_tokens < 64:
             raise SettingsError(f"kv_tokens={self.kv_tokens}: expected at least 64")
-        for name, choices in (("catch_up", CATCH_UP), ("draft_prefill", DRAFT_PREFILL)):
+        for name, choices in (
+            ("catch_up", CATCH_UP),
+            ("draft_prefill", DRAFT_PREFILL),
+            ("verify_budget", VERIFY_BUDGET),
+        ):
             if getattr(self, name) not in choices:
                 raise SettingsError(
                     f"{name}={getattr(self, name)!r}: expected {' or '.join(choices)}"

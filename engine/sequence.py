@@ -10,6 +10,7 @@ from torch import Tensor
 from .features import FeatureBuffer
 from .kv_cache import Extent
 from .request import Request, TokenLogprob
+from .routing.signals import Signals
 from .sampling import Sampler
 from .stopping import StopChecker
 from .telemetry import SpeculationStats
@@ -41,6 +42,7 @@ class SequenceState:
         extent: its share of the arena; None while it waits.
         contexts: how far the context of each neural drafter reaches.
         features: target features that some of them have not consumed; None when none needs any.
+        signals: what the last forward says of it, if the router asked for that.
         last_drafter: who drafted its last round, to tell switches.
     """
 
@@ -55,6 +57,7 @@ class SequenceState:
     cached_tokens: int = 0
     contexts: dict[str, ContextState] = field(default_factory=dict)
     features: FeatureBuffer | None = None
+    signals: Signals | None = None
     last_drafter: str = ""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     logprobs: list[TokenLogprob] | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class RoundRecord:
     draft_seconds: float = 0.0
     round_seconds: float = 0.0
     switched: bool = False
+    predicted: float | None = None  # acceptance length that the router expected
 
 
 @dataclass(slots=True)
@@ -103,6 +105,10 @@ class Totals:
         draft_seconds: drafting, with the catching up of drafters that were chosen.
         catch_up_seconds: all catching up, chosen or not.
         draft_rows: context rows made, per drafting network.
+        nodes_drafted, nodes_verified: before and after a verify budget cut them (0 without one).
+        route_seconds: choosing drafters, with the signals that the router asked for.
+        costs: per kind of cost, its correction, prediction error and number of measurements.
+        router: what the router says of itself (`Router.figures`).
         kv_bytes: of the arena, per model.
         feature_bytes, feature_bytes_peak: held by the feature buffers now, and at most.
     """
@@ -117,6 +123,11 @@ class Totals:
     forward_seconds: float = 0.0
     draft_seconds: float = 0.0
     catch_up_seconds: float = 0.0
+    route_seconds: float = 0.0
+    nodes_drafted: int = 0
+    nodes_verified: int = 0
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    router: dict[str, Any] = field(default_factory=dict)
     draft_rows: dict[str, int] = field(default_factory=dict)
     kv_bytes: dict[str, int] = field(default_factory=dict)
     feature_bytes: int = 0

@@ -28,6 +28,7 @@ from whiflash_agents.engine.drafters.base import Drafter, DraftLimit
 from whiflash_agents.engine.drafters.ddtree import DDTreeDrafter
 from whiflash_agents.engine.drafters.dflash import DFlashDrafter
 from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.sequence import SequenceState
 
 Path = tuple[int, ...]
@@ -107,7 +108,7 @@ class Watched:
         return trees
 
 
-class ScheduleRouter:
+class ScheduleRouter(Router):
     """The arm of every sequence and round, drawn from a seed: the same whatever the batch is."""
 
     name = "schedule"

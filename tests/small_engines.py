@@ -14,17 +14,20 @@ from whiflash_agents.engine import kv_cache
 from whiflash_agents.engine.attention import PackedRow
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.sequence import SequenceState
 from whiflash_agents.engine.target import TargetBatch
 
 
 def build(router: Any = "none", drafters: Any = None, **options: Any) -> WhiFlashEngine:
+    costs = options.pop("costs", None)
     options = {"kv_tokens": 2048, "prefill_chunk": 16} | options
     return WhiFlashEngine(
         tiny.target(),
         router=router,
         drafters=drafters,
         settings=EngineSettings(**options),
+        costs=costs,
         decode=tiny.text_of,
     )
 
@@ -93,7 +96,7 @@ def assert_arena_is_sound(engine: WhiFlashEngine) -> None:
             )
 
 
-class AlternatingRouter:
+class AlternatingRouter(Router):
     """Changes the arm every round."""
 
     name = "alternating"

@@ -25,6 +25,7 @@ from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.engine.drafters.lookup import LookupDrafter
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.routing.static import StaticRouter
 
 ARMS = ["none", "lookup-chain", "lookup-tree", "random", "wrong", "perfect", "alternating"]
@@ -32,7 +33,7 @@ NEURAL_ARMS = ["eagle3", "eagle3-chain", "dflash", "ddtree", "neural-alternating
 ARCHITECTURES = ["llama", "qwen3", "mistral"]
 
 
-class AlternatingRouter:
+class AlternatingRouter(Router):
     """Another arm every round, by sequence and position."""
 
     name = "alternating"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from small_engines import AlternatingRouter, ask, assert_idle, build, plain, run
+from small_engines import AlternatingRouter, ask, assert_idle, build, plain, run, text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from whiflash_agents.engine.draft_tree import DraftTree
@@ -20,9 +20,11 @@ from whiflash_agents.engine.drafters.base import DraftLimit
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.errors import RequestError, SettingsError, WhiFlashError
 from whiflash_agents.engine.request import Request, SamplingParams
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.routing.static import StaticRouter
 from whiflash_agents.engine.sequence import SequenceState
 from whiflash_agents.engine.target import Target, TargetBatch, TargetOutput
+from whiflash_agents.engine.telemetry import RoundRecord
 
 # Adding ------------------------------------------------------------------------------------------
 
@@ -382,3 +384,98 @@ def test_two_thousand_rounds_do_not_drift(long_model: Any) -> None:
     result = engine.generate([request])[0]
     assert result.token_ids == wanted
     assert len(result.stats.rounds) == 2000
+
+
+# Routers -----------------------------------------------------------------------------------------
+
+
+class Observer(Router):
+    """Alternates between two arms and writes down what it is told."""
+
+    name = "observer"
+    arms = ("lookup",)
+    signals = frozenset({"entropy", "hidden"})
+
+    def __init__(self) -> None:
+        self.bound: Any = None
+        self.seen: dict[str, list[RoundRecord]] = {}
+        self.known: list[Any] = []
+        self.closed: list[str] = []
+
+    def bind(self, surroundings: Any) -> None:
+        self.bound = surroundings
+
+    def route(self, sequences: Sequence[SequenceState]) -> list[str]:
+        self.known += [s.signals for s in sequences]
+        return ["lookup" if s.num_output % 2 else "none" for s in sequences]
+
+    def predicted(self, sequence: SequenceState) -> float:
+        return 1.5
+
+    def observe(self, sequence: SequenceState, record: RoundRecord) -> None:
+        assert sequence.id not in self.closed
+        self.seen.setdefault(sequence.id, []).append(record)
+
+    def close(self, sequence: SequenceState) -> None:
+        self.closed.append(sequence.id)
+
+    def figures(self) -> dict[str, Any]:
+        return {"rounds": sum(map(len, self.seen.values()))}
+
+
+def test_a_router_sees_every_round_once_and_every_end_after_them() -> None:
+    router = Observer()
+    engine = build(router)
+    requests = [ask(f"{i}", text(i, 6 + i), 9) for i in range(3)]
+    results = engine.generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        assert router.seen[request.id] == result.stats.rounds
+        assert all(r.predicted == 1.5 and r.round_seconds > 0 for r in result.stats.rounds)
+        assert result.token_ids == plain(request)
+    assert sorted(router.closed) == ["0", "1", "2"]
+    assert engine.totals.router == {"rounds": sum(len(r.stats.rounds) for r in results)}
+    assert 0 < engine.totals.route_seconds < engine.totals.step_seconds
+    assert {"draft lookup", "verify"} <= engine.totals.costs.keys()
+    aborted = ask("gone", text(9, 4), 50)
+    engine.add(aborted)
+    engine.step()
+    engine.abort("gone")
+    assert router.closed[-1] == "gone"
+
+
+def test_signals_are_those_of_the_distribution_that_chose_the_last_token() -> None:
+    router = Observer()
+    request = ask("a", text(3, 10), 6)
+    result = build(router).generate([request])[0]
+    net = tiny.model("llama")
+    at = [r.position for r in result.stats.rounds]
+    for position, signals in zip(at, router.known, strict=True):
+        before = torch.tensor([[*request.prompt_ids, *result.token_ids[: position - 1]]])
+        with torch.no_grad():
+            output = net(before, output_hidden_states=True)
+        logits = output.logits[0, -1].double()
+        wanted = torch.distributions.Categorical(logits=logits).entropy()
+        assert signals.entropy == pytest.approx(float(wanted), abs=1e-4)
+        best = logits.topk(2).values
+        assert signals.margin == pytest.approx(float(best[0] - best[1]), abs=1e-3)
+        torch.testing.assert_close(
+            signals.hidden, output.hidden_states[-1][0, -1], atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("answer", [[], ["none", "none"], [None], "none"])
+def test_a_route_of_another_form_is_told(answer: Any) -> None:
+    class Wrong(Observer):
+        def route(self, sequences: Sequence[SequenceState]) -> Any:
+            return answer
+
+    engine = build(Wrong())
+    engine.add(ask("a", text(1, 5), 5))
+    with pytest.raises(WhiFlashError, match=r"router 'observer' returned .* for 1 sequences"):
+        run(engine)
+
+
+@pytest.mark.parametrize("router", [object(), 7])
+def test_what_is_no_router_is_refused(router: Any) -> None:
+    with pytest.raises(SettingsError, match=r"no engine\.routing\.base\.Router"):
+        build(router)

@@ -30,6 +30,7 @@ from whiflash_agents.engine.drafters.dflash_model import DFlashModel
 from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.engine.drafters.eagle3_model import Eagle3Model
 from whiflash_agents.engine.request import Request, SamplingParams
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.sequence import SequenceState
 
 TOLERANCE = 1e-4
@@ -230,7 +231,7 @@ CATCHING_UP = {
 }
 
 
-class Schedule:
+class Schedule(Router):
     """A router that goes through its arms, round by round."""
 
     name = "schedule"

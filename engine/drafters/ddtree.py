@@ -117,3 +117,4 @@ def _grow(tree: DraftTree, picks: Sequence[Pick], tokens: Sequence[Sequence[int]
     for pick in picks:
         parent = 0 if pick.parent < 0 else nodes[pick.parent]
         nodes.append(tree.add(parent, tokens[pick.depth - 1][pick.rank]))
+    tree.scores = [0.0, *(pick.score for pick in picks)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -145,6 +146,7 @@ class DFlashDrafter:
 
     def __init__(self, model: DFlashModel | DFlashContext) -> None:
         self.context = model if isinstance(model, DFlashContext) else DFlashContext(model)
+        self.scores = False  # whether its chains carry probabilities, which take a pass more
 
     def open(self, sequence: SequenceState) -> None:
         """Nothing: the engine keeps the context's state."""
@@ -168,16 +170,19 @@ class DFlashDrafter:
         if not able:
             return trees
         block = self.context.block([sequences[i] for i in able], [depths[i] for i in able])
-        if block.coupling.sampled:
-            _, best = rank(
+        chances: list[float] = []
+        if block.coupling.sampled or self.scores:
+            known, best = rank(
                 block.logits, 1, block.positions, block.coupling, self.context.target_ids
             )
-            tokens = best[:, 0].tolist()
+            tokens, chances = best[:, 0].tolist(), known[:, 0].tolist()
         else:
             ids = torch.tensor(greedy(block.logits), device=block.logits.device)
             tokens = self.context.target_ids(ids).tolist()
         at = 0
         for i, depth in zip(able, block.depths, strict=True):
             trees[i] = DraftTree.chain(sequences[i].tokens[-1], tokens[at : at + depth])
+            if self.scores:
+                trees[i].scores = [0.0, *accumulate(chances[at : at + depth])]
             at += depth
         return trees

@@ -188,14 +188,17 @@ class Eagle3Drafter:
         scores = torch.cat(found.scores, dim=1)
         # Stable: of equal scores the parent, which stands before, is kept first.
         order = scores.sort(dim=1, descending=True, stable=True).indices.tolist()
+        known = scores.tolist()
         tokens = torch.cat(found.tokens, dim=1).tolist()
         parents = torch.cat(found.parents, dim=1).tolist()
         for row, i in enumerate(able):
             within = self.top_k + (depths[i] - 1) * self.top_k**2
             kept = [c for c in order[row] if c < within][: budgets[i]]
-            nodes = {-1: 0}
+            nodes, chances = {-1: 0}, [0.0]
             for c in sorted(kept):
                 nodes[c] = trees[i].add(nodes[parents[row][c]], tokens[row][c])
+                chances.append(known[row][c])
+            trees[i].scores = chances
         return trees
 
     def _expand(self, sequences: Sequence[SequenceState], depth: int) -> _Candidates:

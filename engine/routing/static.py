@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..sequence import SequenceState
-from .base import NONE
+from .base import NONE, Router
 
 
-class StaticRouter:
+class StaticRouter(Router):
     """Every round of every sequence goes to `arm`."""
 
     def __init__(self, arm: str) -> None:
