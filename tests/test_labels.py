@@ -207,13 +207,26 @@ def test_labels_depend_neither_on_lanes_nor_on_chunks(options: dict[str, Any]) -
 
 def test_one_labeller_labels_text_after_text_as_a_new_one_would() -> None:
     target, make = setting("float64")
-    labeller = RoundLabeller(target, make(), max_length=80, lanes=3)
-    for name in ("a text that repeats itself", "sampled", "a text that repeats itself"):
-        request = REQUESTS[name]
-        output = run("float64", "none", request).token_ids
+    requests = [REQUESTS[n] for n in ("longer than a chunk", "a text that repeats itself")]
+    outputs = [run("float64", "none", request).token_ids for request in requests]
+    # No room behind the longest text but what drafting needs.
+    longest = max(len(r.prompt_ids) + len(o) for r, o in zip(requests, outputs, strict=True))
+    labeller = RoundLabeller(target, make(), max_length=longest, lanes=3)
+    for request, output in [*zip(requests, outputs, strict=True)] * 2:
         again, fresh = labeller.label(request, output), label("float64", request, output)
         assert torch.equal(again.acceptance, fresh.acceptance)
         assert torch.equal(again.drafted, fresh.drafted)
+
+
+def test_drafters_without_a_network_are_left_as_they_were() -> None:
+    request = ask("a", (5, 6, 7), 10)
+    output = run("float64", "none", request).token_ids
+    known = tiny.ScriptedDrafter("perfect", {"a": output})  # refuses to be opened twice
+    labeller = RoundLabeller(drafting.target(), {"known": known})
+    for _ in range(2):
+        labels = labeller.label(request, output)
+        assert labels.acceptance[:, 0].tolist() == [7, 7, 7, 6, 5, 4, 3, 2, 1]
+        assert labels.drafted[:, 0].tolist() == [6, 6, 6, 5, 4, 3, 2, 1, 0]
 
 
 def test_recorded_turn_feeds_lookup() -> None:
