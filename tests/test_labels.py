@@ -114,7 +114,7 @@ REQUESTS: Mapping[str, Request] = {
     "one token of prompt": ask("b", (9,), 14),
     "sampled": ask("c", text(2, 13), 16, temperature=0.8, seed=5),
     "penalised": ask("d", text(3, 9), 16, repetition_penalty=1.3),
-    "a text that repeats itself": ask("e", text(4, 6) * 4, 30),
+    "a text that repeats itself": ask("e", text(4, 6) * 4, 20),
     "longer than a chunk": ask("f", text(5, 40), 12),
 }
 MARKOV: Mapping[str, Request] = {
