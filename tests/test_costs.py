@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_drafters
+from drafting import neural_drafters
 from hypothesis import given
 from hypothesis import strategies as st
 from small_engines import AlternatingRouter, build
@@ -178,13 +180,20 @@ class Kept:
         self.measured += 1
         names = list(engine.drafters)
         draft = {name: Curve([1], [0.001 * self.measured]) for name in names}
-        return CostTable(Curve([1, 2], [0.01, 0.02]), 1e-6, draft, {}, {"device": "cpu"})
+        catch_up = {name: Curve([1], [0.001]) for name in engine._catch_up.contexts}
+        return CostTable(Curve([1, 2], [0.01, 0.02]), 1e-6, draft, catch_up, {"device": "cpu"})
 
     def costs(
-        self, *, recalibrate: bool = False, more: Any = (), arms: Any = ("lookup",), **options: Any
+        self,
+        *,
+        recalibrate: bool = False,
+        more: Any = (),
+        arms: Any = ("lookup",),
+        drafters: Any = None,
+        **options: Any,
     ) -> tuple[CostModel, str]:
         return cost_store.load_or_measure(
-            build(AlternatingRouter(*arms), **options),
+            build(AlternatingRouter(*arms), drafters, **options),
             key_parts={"more": list(more)},
             recalibrate=recalibrate,
             on_phase=self.phases.append,
@@ -243,6 +252,43 @@ def test_other_settings_and_drafters_have_costs_of_their_own(
     kept.costs()
     kept.costs(**change)
     assert kept.measured == 2
+
+
+def neural(**changes: Any) -> dict[str, Any]:
+    models = {
+        "eagle": changes.pop("eagle", tiny_drafters.random_eagle3()),
+        "block": tiny_drafters.random_dflash(),
+    }
+    arms = ("eagle3", "dflash", "ddtree")
+    return {"arms": arms, "drafters": neural_drafters(**models, **changes)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depth": 2},
+        {"total_tokens": 9},
+        {"nodes": 5},
+        {"eagle": tiny_drafters.eagle3(draft_vocab=30)},
+    ],
+    ids=["depth", "total_tokens", "nodes", "network"],
+)
+def test_other_trees_and_networks_have_costs_of_their_own(
+    kept: Kept, change: dict[str, Any]
+) -> None:
+    first, _ = kept.costs(**neural())
+    assert kept.costs(**neural())[0].table == first.table
+    assert kept.measured == 1
+    kept.costs(**neural(**change))
+    assert kept.measured == 2
+
+
+def test_a_table_without_one_of_the_networks_is_measured_anew(kept: Kept, tmp_path: Path) -> None:
+    kept.costs(**neural())
+    _edit(the_file(tmp_path), lambda tree: tree["table"]["catch_up"].pop("dflash"))
+    _, told = kept.costs(**neural())
+    assert kept.measured == 2
+    assert "lacks costs of some drafters" in told
 
 
 def test_another_number_of_threads_has_costs_of_its_own(

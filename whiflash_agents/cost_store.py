@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -112,9 +112,16 @@ def _drafter_key(drafter: Any) -> dict[str, Any]:
             "layers": context.feature_layers,
             "plane": asdict(context.plane_shape),
             "sizes": {name: list(weight.shape) for name, weight in weights.items()},
-            "config": None if model is None else str(getattr(model, "config", None)),
+            "config": _config(model),
         }
     return told
+
+
+def _config(model: Any) -> dict[str, Any] | None:
+    config = getattr(model, "config", None)
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    return None  # a network of someone's own, which its sizes tell
 
 
 def _scalars(thing: Any) -> dict[str, Any]:
