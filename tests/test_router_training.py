@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import drafting
@@ -10,13 +11,19 @@ import pytest
 import tiny_drafters
 import torch
 from small_engines import ask
-from torch import Tensor, nn
+from torch import nn
 
+from whiflash_agents.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.drafters.lookup import LookupDrafter
 from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.routing.acceptance import RecentAcceptance
+from whiflash_agents.engine.routing.base import Router
 from whiflash_agents.engine.routing.labels import RoundLabeller, RoundLabels
 from whiflash_agents.engine.routing.neural import RouterHead
-from whiflash_agents.engine.routing.oracle import Oracle
+from whiflash_agents.engine.routing.neural_acceptance import AcceptanceHead
+from whiflash_agents.engine.routing.oracle import Oracle, route_taken
+from whiflash_agents.engine.sequence import SequenceState
+from whiflash_agents.engine.telemetry import RoundRecord
 from whiflash_agents.engine.training.fitting import (
     Examples,
     FitSettings,
@@ -26,24 +33,11 @@ from whiflash_agents.engine.training.fitting import (
     split_rows,
 )
 from whiflash_agents.engine.training.router import train_acceptance, train_difference
+from whiflash_agents.engine.training.walks import walk, walked_examples
 
 HIDDEN = 64
 ARMS = ("eagle3", "dflash")
 SETTINGS = FitSettings(batch_size=64, epochs=50)
-
-
-class Heads(nn.Module):
-    """One output per arm."""
-
-    def __init__(self, arms: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(HIDDEN, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, arms)
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.layers(hidden)
-        return found
 
 
 def row(salt: int, *, known: bool, rounds: int = 400) -> RoundLabels:
@@ -83,10 +77,97 @@ def test_the_published_head_learns_a_difference_that_the_hidden_state_tells() ->
 
 
 def test_the_head_for_n_arms_learns_what_each_accepts() -> None:
-    report = train_acceptance(Heads(2), KNOWN, ARMS, SETTINGS)
+    report = train_acceptance(AcceptanceHead(HIDDEN, ARMS), KNOWN, SETTINGS)
     assert set(report.r2) == set(ARMS)
     assert min(r or 0.0 for r in report.r2.values()) > 0.9
     assert (report.captured or 0.0) > 0.8
+
+
+def test_the_head_for_n_arms_learns_from_recent_rounds_what_nothing_else_tells() -> None:
+    rows = []
+    for number, r in enumerate(UNKNOWN):
+        good = torch.tensor([[1, 7], [7, 1]])[number % 2]  # one arm, in all of the row
+        left = torch.arange(r.num_rounds, 0, -1)[:, None]
+        rows.append(replace(r, acceptance=torch.minimum(good, left)))
+    many = replace(SETTINGS, reported=0.4)  # rows of both kinds among them
+    report = train_acceptance(AcceptanceHead(HIDDEN, ARMS), rows, many)
+    blind = train_acceptance(AcceptanceHead(HIDDEN, ARMS), UNKNOWN, SETTINGS)
+    assert min(r or 0.0 for r in report.r2.values()) > 0.5
+    assert (report.captured or 0.0) > 0.8
+    assert max(r or 0.0 for r in blind.r2.values()) < 0.05
+
+
+class Watching(RecentAcceptance):
+    """Keeps all that it predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[float]] = []
+
+    def predict(self, sequences: Sequence[SequenceState], arms: Sequence[str]) -> list[list[float]]:
+        lengths = super().predict(sequences, arms)
+        self.found += lengths
+        return lengths
+
+
+class Alternating(Router):
+    """One arm after another; asks a predictor before each round and lets it see the outcome."""
+
+    name = "alternating"
+    arms = ARMS
+    signals = frozenset({"entropy", "hidden"})
+
+    def __init__(self, predictor: RecentAcceptance) -> None:
+        self.predictor = predictor
+        self.turn = 0
+
+    def route(self, sequences: Sequence[SequenceState]) -> list[str]:
+        self.predictor.predict(sequences, ARMS)
+        self.turn += 1
+        return [ARMS[self.turn % 2]] * len(sequences)
+
+    def observe(self, sequence: SequenceState, record: RoundRecord) -> None:
+        self.predictor.observe(sequence, record)
+
+
+def test_a_walk_shows_a_predictor_what_an_engine_shows_it() -> None:
+    request = ask("a", (5, 6, 7, 8), 30, temperature=0.7, seed=4)
+    in_engine, in_walk = Watching(), Watching()
+    engine = WhiFlashEngine(
+        drafting.target(),
+        router=Alternating(in_engine),
+        drafters=drafting.neural_drafters(),
+        settings=EngineSettings(kv_tokens=1024),
+    )
+    result = engine.generate([request])[0]
+    labeller = RoundLabeller(drafting.target(), drafting.neural_drafters())
+    labels = labeller.label(request, result.token_ids)
+    turn = 0
+
+    def choose(at: int, sequence: SequenceState) -> int:
+        nonlocal turn
+        in_walk.predict([sequence], ARMS)
+        turn += 1
+        return turn % 2
+
+    route = walk(labels, ARMS, in_walk, choose)
+    assert route == route_taken(result.stats.rounds)
+    assert len(in_walk.found) == len(route) > 10
+    for mine, theirs in zip(in_walk.found, in_engine.found, strict=True):
+        assert mine == pytest.approx(theirs)
+
+
+def test_random_walks_meet_most_rounds_of_every_row() -> None:
+    examples = walked_examples(KNOWN[:3], ARMS, walks=6, seed=0)
+    again = walked_examples(KNOWN[:3], ARMS, walks=6, seed=0)
+    for row_, example, same in zip(KNOWN, examples, again, strict=False):
+        hidden, scalars = example.inputs
+        assert len(hidden) == len(scalars) == len(example.targets)
+        assert scalars.shape[1] == 2 + len(ARMS)
+        assert len(hidden.unique(dim=0)) > 0.6 * row_.num_rounds
+        where = int((row_.hidden == hidden[-1]).all(1).nonzero())
+        assert example.targets[-1].tolist() == row_.acceptance[where].tolist()
+        assert all(torch.equal(a, b) for a, b in zip(example.inputs, same.inputs, strict=True))
 
 
 def test_where_the_hidden_state_tells_nothing_the_report_says_so() -> None:
@@ -208,9 +289,13 @@ def test_labels_of_real_drafters_train_a_head() -> None:
             output.append(follows[output[-1]])
         labels.append(labeller.label(ask(f"{salt}", prompt, 12), output))
     assert all(row.surprises == 0 for row in labels)
-    report = train_difference(RouterHead(32), labels, ARMS, replace(SETTINGS, epochs=3))
-    assert 1.0 < report.single <= report.oracle
-    assert report.routed <= report.oracle
+    few = replace(SETTINGS, epochs=3)
+    for report in (
+        train_difference(RouterHead(32), labels, ARMS, few),
+        train_acceptance(AcceptanceHead(32, (*ARMS, "lookup")), labels, few),
+    ):
+        assert 1.0 < report.single <= report.oracle
+        assert report.routed <= report.oracle
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -219,9 +304,11 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(SettingsError, match="autoregressive and a block"):
         train_difference(RouterHead(HIDDEN), KNOWN, ("eagle3",))
     with pytest.raises(SettingsError, match="no labels for 'ddtree'"):
-        train_acceptance(Heads(2), KNOWN, ("eagle3", "ddtree"))
-    with pytest.raises(SettingsError, match="does not end in a linear layer with a bias of 2"):
-        train_acceptance(RouterHead(HIDDEN), KNOWN, ARMS)
+        train_acceptance(AcceptanceHead(HIDDEN, ("eagle3", "ddtree")), KNOWN)
+    with pytest.raises(SettingsError, match="walks=0"):
+        train_acceptance(AcceptanceHead(HIDDEN, ARMS), KNOWN, walks=0)
+    with pytest.raises(SettingsError, match="does not end in a linear layer with a bias of 1"):
+        fit(nn.Linear(4, 2), [Examples((torch.ones(2, 4),), torch.ones(2, 1))] * 3, SETTINGS)
     bad = [replace(r, hidden=r.hidden * float("inf")) for r in KNOWN[:4]]
     with pytest.raises(SettingsError, match="the loss is nan"):
         train_difference(RouterHead(HIDDEN), bad, ARMS)

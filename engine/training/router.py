@@ -8,17 +8,20 @@ error is but what routing by it is worth, between the best single arm and the or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import SettingsError
 from ..routing.labels import RoundLabels
+from ..routing.neural import RouterHead
+from ..routing.neural_acceptance import AcceptanceHead, NeuralAcceptance
 from ..routing.oracle import Oracle, Route
 from .fitting import Examples, Fit, FitSettings, explained, fit, predict
+from .walks import routed_by, walked_examples
 
 
 @dataclass(slots=True)
@@ -73,17 +76,16 @@ class RouterReport:
 
 
 def train_difference(
-    head: nn.Module,
+    head: RouterHead,
     labels: Sequence[RoundLabels],
     arms: Sequence[str],
     settings: FitSettings | None = None,
     *,
     threshold: float = 0.0,
 ) -> RouterReport:
-    """Fit the published head to the difference in acceptance length.
+    """Fit the published head to the difference in acceptance length. Its weights begin anew.
 
     Args:
-        head: `RouterHead`: `[rounds, hidden]` to `[rounds]`. Its weights begin anew.
         labels: of the rows; those without rounds are left out.
         arms: the autoregressive and the block arm.
         threshold: with which the report routes: the autoregressive arm where more is predicted.
@@ -94,64 +96,72 @@ def train_difference(
     if isinstance(arms, str) or len(arms) != 2:
         raise SettingsError(f"arms={arms!r}: expected an autoregressive and a block arm")
     autoregressive, block = arms
-
-    def examples(row: RoundLabels) -> Examples:
+    rows = _rows(labels, arms)
+    examples = []
+    for row in rows:
         lengths = row.acceptance_of(arms).float()
-        return Examples((row.hidden,), lengths[:, :1] - lengths[:, 1:])
-
-    def choose(predicted: Tensor) -> list[str]:
-        return [autoregressive if p > threshold else block for p in predicted[:, 0].tolist()]
-
-    return _train(head, labels, arms, ["difference"], examples, choose, settings)
+        examples.append(Examples((row.hidden,), lengths[:, :1] - lengths[:, 1:]))
+    result = fit(head, examples, settings or FitSettings())
+    routes: list[Route] = []
+    for row in (rows[i] for i in result.reported):
+        differences = predict(head, (row.hidden,))[:, 0].tolist()
+        routes.append(
+            {i + 1: autoregressive if d > threshold else block for i, d in enumerate(differences)}
+        )
+    return _report(head, result, examples, rows, arms, ["difference"], routes)
 
 
 def train_acceptance(
-    network: nn.Module,
+    head: AcceptanceHead,
     labels: Sequence[RoundLabels],
-    arms: Sequence[str],
     settings: FitSettings | None = None,
     *,
-    inputs: Callable[[RoundLabels], tuple[Tensor, ...]] = lambda row: (row.hidden,),
+    walks: int = 8,
 ) -> RouterReport:
-    """Fit a network with one output per arm to the acceptance lengths. The report routes to the arm
-    of the longest one predicted.
+    """Fit the head for N arms to the acceptance length of each. Its weights begin anew.
+
+    What was seen lately is among its inputs, so it learns at the rounds of random walks along the
+    texts (`walks.py`). The report routes to the arm of the longest length that `NeuralAcceptance`
+    predicts, round by round, each of them seen before the next.
 
     Args:
-        network: gives `[rounds, arms]`. Its weights begin anew.
-        labels: of the rows; those without rounds are left out.
-        arms: of the outputs, in order.
-        inputs: what the network takes of a row's rounds, each `[rounds, ...]`.
+        labels: of the rows, with labels for the head's arms; those without rounds are left out.
+        walks: along each text.
 
     Raises:
-        SettingsError: no arms, arms without labels, too few rows, a loss that is not finite.
+        SettingsError: no walk, arms without labels, too few rows, a loss that is not finite.
     """
+    if walks < 1:
+        raise SettingsError(f"walks={walks}: expected at least 1")
+    settings = settings or FitSettings()
+    rows = _rows(labels, head.arms)
+    examples = walked_examples(rows, head.arms, walks=walks, seed=settings.seed)
+    result = fit(head, examples, settings)
+    device = head.outputs.weight.device
+    held = [replace(rows[i], hidden=rows[i].hidden.to(device)) for i in result.reported]
+    routes = routed_by(NeuralAcceptance(head), held, head.arms)
+    return _report(head, result, examples, rows, head.arms, head.arms, routes)
 
-    def examples(row: RoundLabels) -> Examples:
-        return Examples(inputs(row), row.acceptance_of(arms).float())
 
-    def choose(predicted: Tensor) -> list[str]:
-        return [arms[best] for best in predicted.argmax(1).tolist()]
+def _rows(labels: Sequence[RoundLabels], arms: Sequence[str]) -> list[RoundLabels]:
+    """The rows with rounds. Raises what an oracle says of the arms, before time is spent."""
+    rows = [row for row in labels if row.num_rounds]
+    Oracle(rows, arms)
+    return rows
 
-    return _train(network, labels, arms, arms, examples, choose, settings)
 
-
-def _train(
+def _report(
     network: nn.Module,
-    labels: Sequence[RoundLabels],
+    result: Fit,
+    examples: Sequence[Examples],
+    rows: Sequence[RoundLabels],
     arms: Sequence[str],
     outputs: Sequence[str],
-    examples: Callable[[RoundLabels], Examples],
-    choose: Callable[[Tensor], list[str]],
-    settings: FitSettings | None,
+    routes: Sequence[Route],
 ) -> RouterReport:
-    rows = [row for row in labels if row.num_rounds]
-    Oracle(rows, arms)  # refuses arms that make no choice, or have no labels, before time is spent
-    made = [examples(row) for row in rows]
-    result = fit(network, made, settings or FitSettings())
-    reported = [made[i] for i in result.reported]
-    predicted = [predict(network, example.inputs).cpu() for example in reported]
-    r2 = explained(torch.cat(predicted), torch.cat([example.targets for example in reported]))
-    routes: list[Route] = [dict(enumerate(choose(part), start=1)) for part in predicted]
+    held = [examples[i] for i in result.reported]
+    predicted = torch.cat([predict(network, example.inputs).cpu() for example in held])
+    r2 = explained(predicted, torch.cat([example.targets for example in held]))
     oracle = Oracle([rows[i] for i in result.reported], arms)
     routed, single = oracle.follow(routes), oracle.follow(oracle.best_single())
     return RouterReport(
