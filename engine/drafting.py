@@ -11,8 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .budget import VerifyBudget
 from .catch_up import CatchUp
+from .clock import now
 from .costs import CostModel
 from .draft_tree import DraftTree
 from .drafters.base import Drafter, DraftLimit
@@ -43,6 +46,7 @@ class Drafting:
         max_nodes: most drafted tokens of a tree.
         budget: cuts drafts to what is worth verifying; None verifies all.
         vocab_size: of the target.
+        device: where the drafters compute.
 
     Attributes:
         costs: kept true by what drafting and catching up really take.
@@ -59,6 +63,7 @@ class Drafting:
         *,
         max_nodes: int,
         vocab_size: int,
+        device: torch.device,
         budget: VerifyBudget | None = None,
     ) -> None:
         self.router = router
@@ -69,6 +74,7 @@ class Drafting:
         self._catch_up = catch_up
         self._max_nodes = max_nodes
         self._vocab_size = vocab_size
+        self._device = device
         self.budget = budget
         for drafter in drafters.values():
             if isinstance(drafter, DFlashDrafter):  # for the others, scores cost nothing
@@ -116,17 +122,18 @@ class Drafting:
             sequences = [decoding[i] for i in chosen]
             limits = [DraftLimit(s.num_remaining - 1, self._max_nodes) for s in sequences]
             backlogs = [drafter.backlog(s) for s in sequences]
-            started = time.perf_counter()
+            started = now(self._device)
             context = draft_context(drafter)
             if context is None:
                 drafter.catch_up(sequences)
             else:
                 self._catch_up.consume(context, sequences)
-            caught_up = time.perf_counter()
+            caught_up = now(self._device)
             trees = drafter.draft(sequences, limits)
-            ended = time.perf_counter()
+            ended = now(self._device)
             self.seconds += ended - started
-            self._observe(name, context, backlogs, caught_up - started, ended - caught_up)
+            if any(limit.depth > 0 for limit in limits):  # else nothing was drafted
+                self._observe(name, context, backlogs, caught_up - started, ended - caught_up)
             for i, tree, backlog in zip(chosen, trees, backlogs, strict=True):
                 self._check(name, tree, decoding[i])
                 drafts[i].tree = tree

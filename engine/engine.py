@@ -26,6 +26,7 @@ from .acceptance import Walk, verify
 from .attention import PackedRow
 from .budget import VerifyBudget
 from .catch_up import CatchUp
+from .clock import now
 from .costs import CostModel, CostTable
 from .draft_tree import DraftTree
 from .drafters.base import Drafter
@@ -151,6 +152,7 @@ class WhiFlashEngine:
             costs,
             max_nodes=self.settings.max_draft_nodes,
             vocab_size=target.vocab_size,
+            device=target.device,
             budget=VerifyBudget(costs) if self.settings.verify_budget == "gain" else None,
         )
         self._scheduler = Scheduler(
@@ -171,6 +173,11 @@ class WhiFlashEngine:
         self._ended: list[SequenceState] = []  # whose last round the router has yet to see
         self._subscribers: dict[str, deque[Event]] = {}
         self._unclaimed: list[Event] = []
+
+    @property
+    def costs(self) -> CostModel:
+        """What rounds take here, as it is known now."""
+        return self._drafting.costs
 
     # Asking ----------------------------------------------------------------------------------
 
@@ -344,9 +351,9 @@ class WhiFlashEngine:
         ]
         if not batch.rows:
             return
-        before = time.perf_counter()
+        before = now(self.target.device)
         output = self.target.forward(batch, self._cache, capture=self._catch_up.layers)
-        forward_seconds = time.perf_counter() - before
+        forward_seconds = now(self.target.device) - before
         features = stack(output.features, self._catch_up.layers) if output.features else None
         # Counted only now: after a forward that failed, nothing unwritten passes for a prefix.
         first = 0
@@ -366,8 +373,9 @@ class WhiFlashEngine:
         )
         self._read_signals(output, verified, walks)
         packed = len(batch.token_ids)
-        attended = sum(row.count * row.length for row in batch.rows)
-        self._drafting.costs.observe_verify(packed, attended, forward_seconds)
+        if not chunks:  # a prompt's tokens need no logits, so they are cheaper than drafts
+            attended = sum(row.count * row.length for row in batch.rows)
+            self._drafting.costs.observe_verify(packed, attended, forward_seconds)
         records = []
         for item, walk in zip(verified, walks, strict=True):
             record = self._commit(item, walk, output.logits, features)

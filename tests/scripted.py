@@ -200,6 +200,7 @@ def spec(**changes: Any) -> SessionSpec:
         "recorded_drafts": True,
         "rounds": False,
     }
+    values["arms"] = tuple({changes.get("router", "none")} - {"none"})
     return SessionSpec(**(values | changes))
 
 

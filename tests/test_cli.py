@@ -124,7 +124,7 @@ def test_settings_come_from_file_and_environment_too(
     [
         (
             ["--router", "neural"],
-            "--router: 'neural' is not valid: neural chooses between drafters",
+            "--router: 'neural' drafts with an EAGLE-3 checkpoint, and none is",
         ),
         (["--router", "lokup"], "did you mean 'lookup'?"),
         (["--max-tokens", "0"], "--max-tokens: 0 is not valid: expected at least 1"),

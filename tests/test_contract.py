@@ -18,6 +18,7 @@ from drafting import ScheduleRouter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from whiflash_agents.engine.costs import CostModel, CostTable, Curve
 from whiflash_agents.engine.drafters.candidates import Coupling
 from whiflash_agents.engine.drafters.ddtree import DDTreeDrafter
 from whiflash_agents.engine.drafters.dflash import DFlashDrafter
@@ -26,10 +27,17 @@ from whiflash_agents.engine.drafters.lookup import LookupDrafter
 from whiflash_agents.engine.engine import EngineSettings, WhiFlashEngine
 from whiflash_agents.engine.request import GenerationResult, Request, SamplingParams
 from whiflash_agents.engine.routing.base import Router
+from whiflash_agents.engine.routing.cost_aware import CostAwareRouter
+from whiflash_agents.engine.routing.entropy import EntropyRouter
+from whiflash_agents.engine.routing.guard import Guard
+from whiflash_agents.engine.routing.neural import NeuralRouter, RouterHead
+from whiflash_agents.engine.routing.neural_acceptance import AcceptanceHead, NeuralAcceptance
 from whiflash_agents.engine.routing.static import StaticRouter
 
 ARMS = ["none", "lookup-chain", "lookup-tree", "random", "wrong", "perfect", "alternating"]
 NEURAL_ARMS = ["eagle3", "eagle3-chain", "dflash", "ddtree", "neural-alternating"]
+ROUTERS = ["entropy", "neural", "cost-aware", "cost-aware-trained"]
+CHOICES = ("eagle3", "dflash", "ddtree", "lookup")
 ARCHITECTURES = ["llama", "qwen3", "mistral"]
 
 
@@ -69,9 +77,15 @@ def build_neural(
     model = tiny_drafters.agreeing_dflash() if agreeing else tiny_drafters.random_dflash()
     shape = {"top_k": 1, "total_tokens": 5} if arm == "eagle3-chain" else {"top_k": 3}
     dflash = DFlashDrafter(model)
-    router: Any = StaticRouter(arm.removesuffix("-chain"))
+    router: Any
     if arm == "neural-alternating":
-        router = ScheduleRouter(("eagle3", "dflash", "ddtree", "lookup", "none"), seed)
+        router = ScheduleRouter((*CHOICES, "none"), seed)
+    elif arm in ROUTERS:
+        router = real_router(arm, target, seed)
+    else:
+        router = StaticRouter(arm.removesuffix("-chain"))
+    # Costs that make a difference to routes and budgets.
+    table = CostTable(Curve([1, 65], [0.01, 0.1]), draft={a: Curve([1], [0.01]) for a in CHOICES})
     return WhiFlashEngine(
         target,
         router=router,
@@ -82,8 +96,21 @@ def build_neural(
             "lookup": LookupDrafter(shared_tokens=512),
         },
         settings=options,
+        costs=CostModel(table),
         decode=tiny.text_of,
     )
+
+
+def real_router(name: str, target: Any, seed: int) -> Router:
+    torch.manual_seed(seed)
+    if name == "entropy":
+        return EntropyRouter(threshold=1.0)
+    if name == "neural":
+        return NeuralRouter(RouterHead(target.hidden_size), 0.0)
+    if name == "cost-aware":
+        return Guard(CostAwareRouter(CHOICES, exploration=0.3), window=20, hold=8)
+    head = AcceptanceHead(target.hidden_size, CHOICES)
+    return Guard(CostAwareRouter(CHOICES, NeuralAcceptance(head)), window=20, hold=8)
 
 
 def plain(target: Any, request: Request) -> GenerationResult:
@@ -197,6 +224,7 @@ def draw_neural_options(data: st.DataObject) -> EngineSettings:
         catch_up=data.draw(st.sampled_from(["lazy", "lazy", "eager"]), label="catch_up"),
         draft_prefill=data.draw(st.sampled_from(["kv-only", "full"]), label="draft_prefill"),
         max_backlog=data.draw(st.sampled_from([1, 8, 512]), label="max_backlog"),
+        verify_budget=data.draw(st.sampled_from(["all", "gain"]), label="verify_budget"),
     )
 
 
@@ -226,7 +254,7 @@ def test_output_is_the_same_whatever_drafts_and_whoever_else_runs(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("arm", NEURAL_ARMS)
+@pytest.mark.parametrize("arm", NEURAL_ARMS + ROUTERS)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_output_is_the_same_with_neural_drafters(
@@ -238,7 +266,7 @@ def test_output_is_the_same_with_neural_drafters(
     check(build_neural(arm, target, options, agreeing=False, seed=seed), requests, wanted, data)
 
 
-@pytest.mark.parametrize("arm", NEURAL_ARMS)
+@pytest.mark.parametrize("arm", NEURAL_ARMS + ROUTERS)
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_output_is_the_same_with_neural_drafters_that_agree(arm: str, data: st.DataObject) -> None:

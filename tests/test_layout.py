@@ -28,7 +28,13 @@ FLOORS = {
     "whiflash_agents.report": RUNS,
     "whiflash_agents.workers": PLACES,
     "whiflash_agents.integrations": FACES,
+    "whiflash_agents.bench_peers": RUNS,
+    "whiflash_agents.calibration": RUNS,
+    "whiflash_agents.router_training": RUNS,
+    "whiflash_agents.bench_report": RUNS,
     "whiflash_agents.cli": FACES,
+    "whiflash_agents.cli_options": FACES,
+    "whiflash_agents.cli_study": FACES,
 }
 ONLY_IN = {
     "ray": "whiflash_agents.workers",

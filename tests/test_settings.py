@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from whiflash_agents.engine.errors import SettingsError
-from whiflash_agents.settings import ROUTERS_TO_COME, Settings, load_settings, sections
+from whiflash_agents.settings import Settings, load_settings, sections
 
 
 def load(values: dict[str, Any] | None = None, **sources: Any) -> Settings:
@@ -135,10 +135,17 @@ def test_value_out_of_range_is_refused_with_its_option(field: str, value: Any) -
     assert str(error.value).startswith("--" + field.replace("_", "-") + ": ")
 
 
-@pytest.mark.parametrize("router", ROUTERS_TO_COME)
-def test_router_between_drafters_is_refused_by_name(router: str) -> None:
-    with pytest.raises(SettingsError, match=f"{router} chooses between drafters"):
-        Settings.of(router=router)
+def test_routers_know_their_arms_and_the_networks_that_those_need() -> None:
+    both = {"eagle3": "e", "dflash": "d"}
+    assert Settings.of(router="entropy", **both).arms == ("eagle3", "dflash")
+    assert Settings.of(router="entropy", **both).networks == ("eagle3", "dflash")
+    assert Settings.of(router="cost-aware").arms == ("lookup",)
+    assert Settings.of(router="cost-aware", dflash="d").arms == ("lookup", "dflash", "ddtree")
+    assert Settings.of(router="cost-aware", dflash="d").networks == ("dflash",)
+    assert Settings.of(router="cost-aware", **both).networks == ("eagle3", "dflash")
+    assert Settings.of(router="none", **both).networks == ()
+    with pytest.raises(SettingsError, match="needs a trained router"):
+        Settings.of(router="neural", **both)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_router_between_drafters_is_refused_by_name(router: str) -> None:
 def test_router_needs_the_weights_that_it_drafts_with(router: str, network: str) -> None:
     with pytest.raises(SettingsError, match=rf"as {network} \(--{network}\)"):
         Settings.of(router=router)
-    assert Settings.of(router=router, **{network: "somewhere"}).network == network
+    assert Settings.of(router=router, **{network: "somewhere"}).networks == (network,)
     with pytest.raises(SettingsError, match="expected a folder or a hub name"):
         Settings.of(**{network: " "})
 
@@ -167,11 +174,15 @@ def test_a_level_wider_than_its_tree_is_refused() -> None:
         Settings.of(router="eagle3", eagle3="e", eagle3_top_k=61)
 
 
-def test_drafter_settings_without_effect_are_known() -> None:
-    asked = {"eagle3": "e", "ddtree_nodes": 5, "max_draft_nodes": 40, "catch_up": "eager"}
-    assert Settings.of(**asked).unused_drafter_settings() == ["catch_up", "ddtree_nodes", "eagle3"]
-    tree = Settings.of(router="ddtree", dflash="d", max_backlog=4, **asked)
-    assert tree.unused_drafter_settings() == ["eagle3", "max_backlog"]
+def test_settings_without_effect_are_known() -> None:
+    asked = {"eagle3": "e", "ddtree_nodes": 5, "max_draft_nodes": 70, "catch_up": "eager"}
+    assert Settings.of(**asked).unused_settings() == ["catch_up", "ddtree_nodes", "eagle3"]
+    asked |= {"dflash": "d", "exploration": 0.1, "entropy_threshold": 1.0}
+    routed = Settings.of(router="entropy", **asked)
+    assert routed.unused_settings() == ["ddtree_nodes", "exploration"]
+    tree = Settings.of(router="ddtree", max_backlog=4, **asked)
+    unused = ["eagle3", "entropy_threshold", "exploration", "max_backlog"]
+    assert tree.unused_settings() == unused
 
 
 def test_unknown_router_is_refused_with_the_nearest_name() -> None:

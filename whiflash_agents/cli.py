@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from whiflash_agents import __version__
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
 
+from .cli_options import EXIT_FAILED_ROWS, EXIT_USAGE, fail, progress_for, settings_options
+from .cli_study import bench, calibrate, train
+
 if TYPE_CHECKING:
-    from whiflash_agents.batch import Progress, RunFigures, Runner, SessionSpec, WhiFlashBatch
+    from whiflash_agents.batch import RunFigures, Runner, SessionSpec, WhiFlashBatch
     from whiflash_agents.settings import Settings
     from whiflash_agents.traces import TraceProblem, ValidationReport
-
-EXIT_FAILED_ROWS = 1
-EXIT_USAGE = 2
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -36,220 +36,6 @@ def main() -> None:
     whiflash-batch validate traces.jsonl
     whiflash-batch run traces.jsonl -o rows.jsonl
     """
-
-
-def _setting(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """An option that sets a field of `Settings`. Unset it is None, so that environment, file and
-    default apply; `shown` is that default, for the help."""
-    shown = attributes.pop("shown", None)
-    if shown is not None:
-        attributes["help"] += f"  [default: {shown}]"
-    return click.option(*names, default=None, **attributes)
-
-
-_RUN_SETTINGS = [
-    _setting(
-        "--mode",
-        type=click.Choice(["replay", "continue"]),
-        shown="replay",
-        help="replay: regenerate every assistant turn from the recorded history before it. "
-        "continue: write the next assistant turn after the last message, whoever wrote that.",
-    ),
-    _setting(
-        "--router",
-        metavar="NAME",
-        shown="lookup",
-        help="How drafts are made: none (plain decoding), lookup (from the prompt, the output so "
-        "far and the recorded turn), eagle3 (needs --eagle3), dflash or ddtree (need --dflash). It "
-        "never changes what is generated.",
-    ),
-    _setting(
-        "--eagle3",
-        metavar="PATH",
-        help="Folder or Hugging Face name of an EAGLE-3 drafter that was trained for the target.",
-    ),
-    _setting(
-        "--dflash",
-        metavar="PATH",
-        help="Folder or Hugging Face name of a DFlash drafter that was trained for the target.",
-    ),
-    _setting(
-        "--target",
-        metavar="MODEL",
-        help="Model folder or Hugging Face name.  [default: the embedded model]",
-    ),
-    _setting(
-        "--workers",
-        metavar="N",
-        type=int,
-        shown="1",
-        help="Ray actors with one engine each, which share the GPUs or CPU cores; 0 decodes in "
-        "this process, without Ray.",
-    ),
-    _setting(
-        "--concurrency",
-        metavar="N",
-        type=int,
-        shown="8",
-        help="Sequences decoded at once, per engine.",
-    ),
-    _setting("--max-tokens", metavar="N", type=int, shown="512", help="Longest turn, in tokens."),
-    _setting(
-        "--min-tokens",
-        metavar="N",
-        type=int,
-        shown="0",
-        help="No end of turn before N tokens.",
-    ),
-    _setting(
-        "--temperature",
-        metavar="X",
-        type=float,
-        shown="0",
-        help="0 always takes the likeliest token.",
-    ),
-    _setting("--top-p", metavar="X", type=float, shown="1", help="Nucleus sampling; 1 is off."),
-    _setting("--top-k", metavar="N", type=int, shown="0", help="The N likeliest tokens; 0 is off."),
-    _setting(
-        "--min-p",
-        metavar="X",
-        type=float,
-        shown="0",
-        help="Tokens at least X times as likely as the likeliest; 0 is off.",
-    ),
-    _setting(
-        "--repetition-penalty",
-        metavar="X",
-        type=float,
-        shown="1",
-        help="Divides the logits of tokens in prompt and output; 1 is off.",
-    ),
-    _setting(
-        "--presence-penalty",
-        metavar="X",
-        type=float,
-        shown="0",
-        help="Taken off the logits of tokens that the output holds.",
-    ),
-    _setting(
-        "--frequency-penalty",
-        metavar="X",
-        type=float,
-        shown="0",
-        help="The same, times how often the output holds them.",
-    ),
-    _setting(
-        "--stop",
-        metavar="TEXT",
-        multiple=True,
-        help="End the turn before this text; may be given more than once.",
-    ),
-    _setting(
-        "--ignore-eos/--no-ignore-eos",
-        help="Go on after the model's end of turn, up to --max-tokens (for measurements).",
-    ),
-    _setting("--logprobs/--no-logprobs", help="Rows carry the log-probability of every token."),
-    _setting(
-        "--top-logprobs",
-        metavar="N",
-        type=int,
-        shown="0",
-        help="With --logprobs: the N likeliest tokens at every place as well.",
-    ),
-    _setting(
-        "--seed",
-        metavar="N",
-        type=int,
-        shown="0",
-        help="Each row draws from a seed made of this one and the row's id.",
-    ),
-    _setting("--device", metavar="NAME", shown="auto", help="auto, cpu, cuda, cuda:N or mps."),
-    _setting(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        shown="auto",
-        help="auto: bfloat16 on a GPU, float32 on a CPU.",
-    ),
-    _setting("--limit", metavar="N", type=int, help="Read the first N traces only."),
-    _setting(
-        "--format",
-        metavar="NAME",
-        help="Format of the traces.  [default: recognised by content]",
-    ),
-    _setting(
-        "--recorded-drafts/--no-recorded-drafts",
-        shown="on",
-        help="Whether --router lookup may draft from the recorded turn that a row replays.",
-    ),
-    _setting("--eagle3-depth", metavar="N", type=int, shown="8", help="Levels of an EAGLE-3 tree."),
-    _setting(
-        "--eagle3-top-k",
-        metavar="N",
-        type=int,
-        shown="10",
-        help="Nodes of a level that are expanded; 1 makes a chain.",
-    ),
-    _setting(
-        "--eagle3-tokens", metavar="N", type=int, shown="60", help="Nodes of an EAGLE-3 tree."
-    ),
-    _setting("--ddtree-nodes", metavar="N", type=int, shown="32", help="Nodes of a ddtree."),
-    _setting(
-        "--max-draft-nodes",
-        metavar="N",
-        type=int,
-        shown="64",
-        help="Most drafted tokens verified per sequence and round.",
-    ),
-    _setting(
-        "--catch-up",
-        type=click.Choice(["lazy", "eager"]),
-        shown="lazy",
-        help="lazy: a neural drafter catches up when it is chosen. eager: after every round.",
-    ),
-    _setting(
-        "--draft-prefill",
-        type=click.Choice(["kv-only", "full"]),
-        shown="kv-only",
-        help="What a neural drafter computes of tokens that it missed.",
-    ),
-    _setting(
-        "--max-backlog",
-        metavar="N",
-        type=int,
-        shown="512",
-        help="Tokens that a neural drafter may miss before it catches up unasked.",
-    ),
-    _setting(
-        "--kv-tokens",
-        metavar="N",
-        type=int,
-        help="Token positions in an engine's KV cache.  [default: by free memory]",
-    ),
-    _setting(
-        "--prefill-chunk",
-        metavar="N",
-        type=int,
-        shown="256",
-        help="Prompt tokens computed per step, beside the decoding of others.",
-    ),
-    _setting(
-        "--rounds/--no-rounds",
-        help="Rows carry one record per decoding round: position, drafter, tokens, times.",
-    ),
-]
-
-
-def _settings(*only: str) -> Callable[[Any], Any]:
-    """The options of `run`, or those of them that set the fields named."""
-
-    def add(command: Any) -> Any:
-        for option in reversed(_RUN_SETTINGS):
-            probe = option(lambda: None).__click_params__[0]
-            if not only or probe.name in only:
-                command = option(command)
-        return command
-
-    return add
 
 
 @main.command(
@@ -279,7 +65,7 @@ kept in any case; a second Ctrl-C aborts at once."""
 @click.option("--metrics", metavar="FILE", help="Write the figures of the run to FILE, as JSON.")
 @click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress and no summary.")
-@_settings()
+@settings_options()
 def run(
     traces: tuple[str, ...],
     output: str,
@@ -305,8 +91,8 @@ def run(
     try:
         settings = load_settings(values, config=config)
     except WhiFlashError as error:
-        _fail(error, EXIT_USAGE)
-    progress = _progress(quiet, output)
+        fail(error, EXIT_USAGE)
+    progress = progress_for(quiet, output)
     runner = _start_pool if settings.run.workers else LocalRunner
     batch = WhiFlashBatch(settings, runner=runner, progress=progress)
 
@@ -323,7 +109,7 @@ def run(
     if started and not quiet:
         _print_summary(figures)
     if failure is not None:
-        _fail(failure, EXIT_FAILED_ROWS if started else EXIT_USAGE)
+        fail(failure, EXIT_FAILED_ROWS if started else EXIT_USAGE)
     if figures.interrupted:
         sys.exit(128 + (received[0] if received else signal.SIGINT))
     sys.exit(EXIT_FAILED_ROWS if figures.failed else 0)
@@ -360,12 +146,12 @@ def validate(traces: tuple[str, ...], format: str | None, limit: int | None, qui
             if isinstance(error, BrokenPipeError):  # `| head` has seen enough
                 sys.exit(EXIT_FAILED_ROWS)
             reason = OutputError(f"standard output: cannot write: {error.strerror}")
-            _fail(reason, EXIT_FAILED_ROWS)
+            fail(reason, EXIT_FAILED_ROWS)
 
     try:
         report = validate_traces(traces, format, tell, limit=limit)
     except WhiFlashError as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     if not quiet:
         _print_validation(report)
     sys.exit(0 if report.ok else EXIT_USAGE)
@@ -382,7 +168,7 @@ Examples:
 
 Exit status: 0 all is well, 1 something is missing or does not fit, 2 usage."""
 )
-@_settings(*_DOCTOR_SETTINGS)
+@settings_options(*_DOCTOR_SETTINGS)
 @click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
 def doctor(config: str | None, **values: Any) -> None:
     """Tell what is installed, which devices and models are found, and what is missing.
@@ -400,7 +186,7 @@ def doctor(config: str | None, **values: Any) -> None:
     try:
         settings = load_settings(values, config=config)
     except WhiFlashError as error:
-        _fail(error, EXIT_USAGE)
+        fail(error, EXIT_USAGE)
     console = Console(width=None if sys.stdout.isatty() else 140)
     table = Table()
     table.add_column("area")
@@ -427,23 +213,9 @@ def _start_pool(spec: SessionSpec, settings: Settings) -> Runner:
     return EnginePool(spec, settings)
 
 
-def _fail(error: WhiFlashError, status: int) -> NoReturn:
-    click.echo(f"whiflash-batch: error: {error}", err=True)
-    sys.exit(status)
-
-
 def _drop_stdout() -> None:
     """Let what is still buffered go nowhere, or Python would report the same failure at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _progress(quiet: bool, output: str) -> Progress:
-    from whiflash_agents.batch.progress import BarProgress, LineProgress, SilentProgress
-
-    if quiet:
-        return SilentProgress()
-    rows_on_terminal = output == "-" and sys.stdout.isatty()  # a bar would be torn by them
-    return BarProgress() if sys.stderr.isatty() and not rows_on_terminal else LineProgress()
 
 
 @contextmanager
@@ -497,6 +269,9 @@ def _print_validation(report: ValidationReport) -> None:
         table.add_row(file.path, *(f"{getattr(file, column):,}" for column in columns))
     console.print(table)
 
+
+for command in (bench, calibrate, train):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main()

@@ -33,25 +33,41 @@ ENVIRONMENT_PREFIX = "WHIFLASH_"
 # Variables with our prefix that are not settings of a run.
 OTHER_VARIABLES = frozenset({"WHIFLASH_CACHE"})
 
-# Which network a router drafts with; None needs no weights.
-ROUTER_NETWORKS: dict[str, str | None] = {
-    "none": None,
+# The network that an arm drafts with; None needs no weights.
+ARM_NETWORKS: dict[str, str | None] = {
     "lookup": None,
     "eagle3": "eagle3",
     "dflash": "dflash",
     "ddtree": "dflash",
 }
-ROUTERS = tuple(ROUTER_NETWORKS)
+# The arms that a router chooses from, `none` aside; None: all whose networks are given.
+ROUTER_ARMS: dict[str, tuple[str, ...] | None] = {
+    "none": (),
+    **{arm: (arm,) for arm in ARM_NETWORKS},
+    "entropy": ("eagle3", "dflash"),
+    "neural": ("eagle3", "dflash"),
+    "cost-aware": None,
+}
+ROUTERS = tuple(ROUTER_ARMS)
+DEFAULT_ENTROPY = 0.5  # nats; between the certainty of structure and that of free text
 _CATCH_UP_FIELDS = {"catch_up", "max_backlog"}
 _EAGLE3_FIELDS = {
     *("eagle3", "eagle3_depth", "eagle3_top_k", "eagle3_tokens", "draft_prefill"),
     *_CATCH_UP_FIELDS,
 }
 _DFLASH_FIELDS = {"dflash", *_CATCH_UP_FIELDS}
-_DDTREE_FIELDS = {"ddtree_nodes", *_DFLASH_FIELDS}
+_ARM_FIELDS: dict[str, set[str]] = {
+    "lookup": set(),
+    "eagle3": _EAGLE3_FIELDS,
+    "dflash": _DFLASH_FIELDS,
+    "ddtree": {"ddtree_nodes", *_DFLASH_FIELDS},
+}
+_ROUTER_FIELDS = {
+    "entropy": {"entropy_threshold"},
+    "neural": {"router_weights"},
+    "cost-aware": {"router_weights", "exploration", "recalibrate"},
+}
 _NETWORK_NAMES = {"eagle3": "an EAGLE-3 checkpoint", "dflash": "a DFlash checkpoint"}
-# Named by the method, but this version has only the arms that they would choose from.
-ROUTERS_TO_COME = ("entropy", "neural", "cost-aware")
 
 
 class _Section(BaseModel):
@@ -136,11 +152,6 @@ class EngineSection(_Section):
     def _available_router(cls, router: str) -> str:
         if router in ROUTERS:
             return router
-        if router in ROUTERS_TO_COME:
-            raise ValueError(
-                f"{router} chooses between drafters, which this version does not do yet; use one "
-                f"of {', '.join(ROUTERS)}"
-            )
         near = nearest(router, ROUTERS)
         raise ValueError(f"there is no router of this name{near}; use one of {', '.join(ROUTERS)}")
 
@@ -176,20 +187,43 @@ class DraftersSection(_Section):
             raise ValueError("expected a folder or a hub name")
         return drafter
 
-    def check_tree(self, router: str) -> None:
-        """Raises ValueError when the tree that `router` drafts does not fit its bounds."""
-        nodes = {"eagle3": "eagle3_tokens", "ddtree": "ddtree_nodes"}.get(router)
+    def check_tree(self, arm: str) -> None:
+        """Raises ValueError when the tree that `arm` drafts does not fit its bounds."""
+        nodes = {"eagle3": "eagle3_tokens", "ddtree": "ddtree_nodes"}.get(arm)
         if nodes is not None and getattr(self, nodes) > self.max_draft_nodes:
             raise ValueError(
                 f"{nodes}={getattr(self, nodes)} is more than max_draft_nodes="
                 f"{self.max_draft_nodes}, which bounds what is verified; lower {nodes} "
                 f"({option_name(nodes)}) or raise max_draft_nodes (--max-draft-nodes)"
             )
-        if router == "eagle3" and self.eagle3_top_k > self.eagle3_tokens:
+        if arm == "eagle3" and self.eagle3_top_k > self.eagle3_tokens:
             raise ValueError(
                 f"eagle3_top_k={self.eagle3_top_k} is more than eagle3_tokens="
                 f"{self.eagle3_tokens}: a level would be wider than the tree; lower it"
             )
+
+
+class RoutingSection(_Section):
+    """How the routers that choose between drafters choose."""
+
+    entropy_threshold: float | None = Field(
+        default=None,
+        description="nats above which router entropy takes eagle3; unset: as calibrated, else "
+        f"{DEFAULT_ENTROPY}",
+    )
+    router_weights: str | None = Field(
+        default=None, description="file of a trained router (routers neural and cost-aware)"
+    )
+    exploration: float = Field(
+        default=0.01, ge=0, le=1, description="share of time that router cost-aware may lose trying"
+    )
+    recalibrate: bool = Field(
+        default=False, description="measure costs anew, though they are known for this machine"
+    )
+    verify_budget: Literal["auto", "all", "gain"] = Field(
+        default="auto",
+        description="gain: verify drafts as far as it pays; auto: gain with router cost-aware",
+    )
 
 
 class RunSection(_Section):
@@ -215,6 +249,7 @@ class Settings(_Section):
     sampling: SamplingSection = SamplingSection()
     drafters: DraftersSection = DraftersSection()
     engine: EngineSection = EngineSection()
+    routing: RoutingSection = RoutingSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
@@ -224,29 +259,51 @@ class Settings(_Section):
                 f"device={self.model.device!r} picks a GPU by number, but with workers="
                 f"{self.run.workers} Ray assigns the GPUs; use device cuda, or workers 0"
             )
-        self.drafters.check_tree(self.engine.router)
-        if (network := self.network) and getattr(self.drafters, network) is None:
+        for arm in self.arms:
+            self.drafters.check_tree(arm)
+        for network in self.networks:
+            if getattr(self.drafters, network) is None:
+                raise ValueError(
+                    f"router={self.engine.router!r} drafts with {_NETWORK_NAMES[network]}, and "
+                    f"none is given; give its folder or hub name as {network} (--{network})"
+                )
+        if self.engine.router == "neural" and self.routing.router_weights is None:
             raise ValueError(
-                f"router={self.engine.router!r} drafts with {_NETWORK_NAMES[network]}, and none is "
-                f"given; give its folder or hub name as {network} (--{network})"
+                "router='neural' needs a trained router; give its file as router_weights "
+                "(--router-weights)"
             )
         return self
 
-    def unused_drafter_settings(self) -> list[str]:
-        """Fields of `drafters` that were set and have no effect with this router."""
-        router, drafters = self.engine.router, self.drafters
-        used = set() if router == "none" else {"max_draft_nodes"}
-        used |= {"eagle3": _EAGLE3_FIELDS, "dflash": _DFLASH_FIELDS, "ddtree": _DDTREE_FIELDS}.get(
-            router, set()
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The drafters that the router chooses from, `none` aside."""
+        arms = ROUTER_ARMS[self.engine.router]
+        if arms is not None:
+            return arms
+        return tuple(
+            arm
+            for arm, network in ARM_NETWORKS.items()
+            if network is None or getattr(self.drafters, network) is not None
         )
-        if drafters.catch_up == "eager":
-            used.discard("max_backlog")
-        return sorted(drafters.model_fields_set - used)
 
     @property
-    def network(self) -> str | None:
-        """The drafting network that the router needs: `eagle3`, `dflash` or none."""
-        return ROUTER_NETWORKS[self.engine.router]
+    def networks(self) -> tuple[str, ...]:
+        """The drafting networks that the router needs: of `eagle3` and `dflash`."""
+        needed = (ARM_NETWORKS[arm] for arm in self.arms)
+        return tuple(dict.fromkeys(network for network in needed if network is not None))
+
+    def unused_settings(self) -> list[str]:
+        """Fields of `drafters` and `routing` that were set and have no effect with this router."""
+        used = {"max_draft_nodes"} if self.arms else set()
+        used = used.union(*(_ARM_FIELDS[arm] for arm in self.arms))
+        if self.drafters.catch_up == "eager":
+            used.discard("max_backlog")
+        used |= _ROUTER_FIELDS.get(self.engine.router, set())
+        if self.arms:
+            used.add("verify_budget")
+        if self.routing.verify_budget == "gain":
+            used.add("recalibrate")
+        return sorted((self.drafters.model_fields_set | self.routing.model_fields_set) - used)
 
     @classmethod
     def of(cls, **values: Any) -> Settings:

@@ -163,21 +163,21 @@ class WhiFlashBatch:
     def _load(self) -> Runner:
         from whiflash_agents.models import resolve_drafter, resolve_model
 
-        drafters, network = self.settings.drafters, self.settings.network
+        drafters = self.settings.drafters
         started = time.monotonic()
         self._progress.phase("finding the model")
         model = resolve_model(self.settings.model.target)
-        drafter = None
-        if network is not None:
+        paths = {}
+        for network in self.settings.networks:
             self._progress.phase(f"finding the {network} drafter")
-            drafter = resolve_drafter(getattr(drafters, network), network)
-        if unused := self.settings.unused_drafter_settings():
+            paths[network] = resolve_drafter(getattr(drafters, network), network)
+        if unused := self.settings.unused_settings():
             self._progress.phase(
                 f"without effect under router {self.settings.engine.router}: "
                 f"{', '.join(map(option_name, unused))}"
             )
         self._progress.phase(f"loading {model.name}")
-        runner = self._make_runner(SessionSpec.of(self.settings, model, drafter), self.settings)
+        runner = self._make_runner(SessionSpec.of(self.settings, model, paths), self.settings)
         self.figures.target = model.name
         self.figures.loading_seconds = time.monotonic() - started
         return runner

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from whiflash_agents.devices import pick_device
 from whiflash_agents.engine.errors import ContextLengthError, WorkerError
 from whiflash_agents.engine.request import Event, GenerationResult, Request, SamplingParams
-from whiflash_agents.settings import ROUTER_NETWORKS, DraftersSection, Settings
+from whiflash_agents.settings import DEFAULT_ENTROPY, DraftersSection, RoutingSection, Settings
 from whiflash_agents.traces import Message
 
 from .plan import Row
 from .rows import failed_row, output_row
 
 if TYPE_CHECKING:
+    from whiflash_agents.calibration import Calibration
     from whiflash_agents.chat import Chat
-    from whiflash_agents.engine.drafters.base import Drafter
+    from whiflash_agents.engine.costs import CostModel
     from whiflash_agents.engine.target import Target
     from whiflash_agents.models import ModelFiles
 
@@ -39,6 +40,10 @@ class Engine(Protocol):
     @property
     def totals(self) -> Any:
         """A dataclass of counters, `output_tokens` and `positions_prefilled` among them."""
+
+    @property
+    def costs(self) -> Any:
+        """Its `CostModel`."""
 
     def add(self, request: Request) -> None: ...
 
@@ -66,12 +71,16 @@ class SessionSpec:
     rounds: bool
     threads: int | None = None
     drafters: DraftersSection = field(default_factory=DraftersSection)
-    drafter_path: Path | None = None
+    drafter_paths: dict[str, Path] = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+    routing: RoutingSection = field(default_factory=RoutingSection)
 
     @classmethod
-    def of(cls, settings: Settings, model: ModelFiles, drafter: Path | None = None) -> SessionSpec:
+    def of(
+        cls, settings: Settings, model: ModelFiles, drafters: Mapping[str, Path] | None = None
+    ) -> SessionSpec:
         """The session that `settings` ask for, with the weights found at `model` and those of the
-        network that the router drafts with at `drafter`."""
+        networks that the router drafts with at `drafters`."""
         return cls(
             path=model.path.absolute(),  # an actor may stand in another folder
             name=model.name,
@@ -86,67 +95,130 @@ class SessionSpec:
             recorded_drafts=settings.engine.recorded_drafts,
             rounds=settings.run.rounds,
             drafters=settings.drafters,
-            drafter_path=None if drafter is None else drafter.absolute(),
+            drafter_paths={name: path.absolute() for name, path in (drafters or {}).items()},
+            arms=settings.arms,
+            routing=settings.routing,
         )
 
 
-def load_session(spec: SessionSpec) -> EngineSession:
-    """Load the model and build its engine. Raises what `Target.load` and `Chat` raise."""
-    import torch
+def load_session(spec: SessionSpec, on_phase: Callable[[str], None] | None = None) -> EngineSession:
+    """Load the models and build their engine. Raises what `Models.load` and `build_session`
+    raise."""
+    return build_session(spec, Models.load(spec), on_phase)
 
-    from whiflash_agents.chat import Chat
-    from whiflash_agents.engine import EngineSettings, Target, WhiFlashEngine
 
-    if spec.threads is not None:
-        torch.set_num_threads(spec.threads)
-    device, dtype = pick_device(spec.device, spec.dtype)
-    target = Target.load(spec.path, device=device, dtype=dtype)
-    chat = Chat.from_pretrained(
-        spec.path, chat_template=spec.chat_template, response_template=spec.response_template
-    )
-    settings = EngineSettings(
-        max_running=spec.concurrency,
-        kv_tokens=spec.kv_tokens,
-        prefill_chunk=spec.prefill_chunk,
-        max_draft_nodes=spec.drafters.max_draft_nodes,
-        catch_up=spec.drafters.catch_up,
-        draft_prefill=spec.drafters.draft_prefill,
-        max_backlog=spec.drafters.max_backlog,
-    )
+@dataclass(slots=True)
+class Models:
+    """What is loaded from disk, for one session or for several over the same weights."""
+
+    target: Target
+    chat: Chat
+    networks: dict[str, Any]
+    machine: dict[str, Any]
+
+    @classmethod
+    def load(cls, spec: SessionSpec) -> Models:
+        """Load target, chat format and drafting networks. Raises what `Target.load`, `Chat` and the
+        checkpoints raise."""
+        import torch
+
+        from whiflash_agents.chat import Chat
+        from whiflash_agents.engine import Target
+        from whiflash_agents.engine.checkpoints import load_dflash, load_eagle3
+
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        device, dtype = pick_device(spec.device, spec.dtype)
+        target = Target.load(spec.path, device=device, dtype=dtype)
+        loaders = {"eagle3": load_eagle3, "dflash": load_dflash}
+        return cls(
+            target,
+            Chat.from_pretrained(
+                spec.path,
+                chat_template=spec.chat_template,
+                response_template=spec.response_template,
+            ),
+            {name: loaders[name](path, target) for name, path in spec.drafter_paths.items()},
+            {"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
+        )
+
+
+def build_session(
+    spec: SessionSpec, models: Models, on_phase: Callable[[str], None] | None = None
+) -> EngineSession:
+    """An engine over `models` with the router that `spec` asks for, and its session.
+
+    Raises:
+        SettingsError, CheckpointError: the router cannot be built, or the engine.
+    """
+    from whiflash_agents.cost_store import load_or_measure
+    from whiflash_agents.engine import EngineSettings, WhiFlashEngine
+    from whiflash_agents.engine.drafters.registry import neural_drafters
+    from whiflash_agents.engine.routing.registry import make_router
+
+    target, options, routing = models.target, spec.drafters, spec.routing
+    calibrated = _calibration(spec)
+    threshold = routing.entropy_threshold
+    if threshold is None:
+        threshold = calibrated.entropy["all"].value if calibrated else DEFAULT_ENTROPY
+    costly = spec.router == "cost-aware"
+    budget = routing.verify_budget
+    if budget == "auto":
+        budget = "gain" if costly else "all"
     engine = WhiFlashEngine(
         target,
-        router=spec.router,
-        drafters=_load_drafters(spec, target),
-        settings=settings,
-        decode=chat.decode,
+        router=make_router(
+            spec.router,
+            spec.arms,
+            target,
+            entropy_threshold=threshold,
+            neural_threshold=calibrated.neural["all"].value
+            if calibrated and calibrated.neural
+            else None,
+            weights=routing.router_weights,
+            exploration=routing.exploration,
+        ),
+        drafters=neural_drafters(
+            **{n: m for n, m in models.networks.items() if n in spec.drafter_paths},
+            eagle3_depth=options.eagle3_depth,
+            eagle3_top_k=options.eagle3_top_k,
+            eagle3_tokens=options.eagle3_tokens,
+            ddtree_nodes=options.ddtree_nodes,
+        ),
+        settings=EngineSettings(
+            max_running=spec.concurrency,
+            kv_tokens=spec.kv_tokens,
+            prefill_chunk=spec.prefill_chunk,
+            max_draft_nodes=options.max_draft_nodes,
+            catch_up=options.catch_up,
+            draft_prefill=options.draft_prefill,
+            max_backlog=options.max_backlog,
+            verify_budget=budget,
+        ),
+        decode=models.chat.decode,
     )
-    return EngineSession(
-        engine,
-        chat,
-        spec,
-        max_context=target.max_context,
-        machine={"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
-    )
+    machine = dict(models.machine)
+    if spec.router == "entropy":
+        machine["entropy_threshold"] = threshold
+    if costly or budget == "gain":
+        known, machine["costs"] = load_or_measure(
+            engine,
+            key_parts={"drafters": {n: str(p) for n, p in sorted(spec.drafter_paths.items())}},
+            recalibrate=routing.recalibrate,
+            on_phase=on_phase or logger.info,
+        )
+        engine.costs.table = known.table
+    return EngineSession(engine, models.chat, spec, max_context=target.max_context, machine=machine)
 
 
-def _load_drafters(spec: SessionSpec, target: Target) -> dict[str, Drafter]:
-    """The drafter that the router needs, if it has weights."""
-    network = ROUTER_NETWORKS[spec.router]
-    if network is None:
-        return {}
-    from whiflash_agents.engine.checkpoints import load_dflash, load_eagle3
-    from whiflash_agents.engine.drafters.registry import neural_drafters
+def _calibration(spec: SessionSpec) -> Calibration | None:
+    """What `whiflash-batch calibrate` kept for this target and these drafters."""
+    from whiflash_agents.calibration import Calibration
 
-    assert spec.drafter_path is not None  # `Settings` refuses a router without its network
-    options = spec.drafters
-    return neural_drafters(
-        eagle3=load_eagle3(spec.drafter_path, target) if network == "eagle3" else None,
-        dflash=load_dflash(spec.drafter_path, target) if network == "dflash" else None,
-        eagle3_depth=options.eagle3_depth,
-        eagle3_top_k=options.eagle3_top_k,
-        eagle3_tokens=options.eagle3_tokens,
-        ddtree_nodes=options.ddtree_nodes,
-    )
+    if not {"eagle3", "dflash"} <= spec.drafter_paths.keys():
+        return None
+    eagle3, dflash = spec.drafter_paths["eagle3"], spec.drafter_paths["dflash"]
+    return Calibration.load(dflash, target=spec.name, eagle3=eagle3.name)
 
 
 @dataclass(slots=True)
@@ -184,6 +256,12 @@ class EngineSession:
         self._waiting: deque[Row] = deque()
         self._running: dict[str, _Running] = {}
         self._busy_traces: dict[str, int] = {}
+
+    @property
+    def costs(self) -> CostModel:
+        """What the engine's rounds take, as it is known now."""
+        costs: CostModel = self._engine.costs
+        return costs
 
     @property
     def pending(self) -> int:
@@ -232,6 +310,17 @@ class EngineSession:
         return self._waiting.popleft()
 
     def _start(self, row: Row) -> None:
+        request, notes = self.request_of(row)
+        self._engine.add(request)
+        self._running[row.id] = _Running(row, list(request.prompt_ids), notes)
+        self._busy_traces[row.trace_id] = self._busy_traces.get(row.trace_id, 0) + 1
+
+    def request_of(self, row: Row) -> tuple[Request, list[str]]:
+        """What the engine is asked for `row`, and notes on what was changed to make it possible.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a turn.
+        """
         messages = [Message.model_validate(message) for message in row.messages]
         prompt_ids = list(self._chat.prompt_ids(messages, row.tools))
         sampling = SamplingParams(**row.params, seed=row.seed)
@@ -256,15 +345,13 @@ class EngineSession:
             )
             sampling = replace(sampling, max_tokens=room)
         recorded_ids = self._recorded_ids(row, messages, notes)
-        self._engine.add(Request(row.id, prompt_ids, sampling, recorded_ids))
-        self._running[row.id] = _Running(row, prompt_ids, notes)
-        self._busy_traces[row.trace_id] = self._busy_traces.get(row.trace_id, 0) + 1
+        return Request(row.id, prompt_ids, sampling, recorded_ids), notes
 
     def _recorded_ids(self, row: Row, messages: list[Message], notes: list[str]) -> Sequence[int]:
         """Tokens of the recorded turn, for the drafters that retrieve. A hint: never an error."""
         if row.recorded is None or not self._spec.recorded_drafts:
             return ()
-        if self._spec.router != "lookup":  # no other drafter reads it
+        if "lookup" not in self._spec.arms:  # no other drafter reads it
             return ()
         ids = self._chat.turn_ids(messages, row.tools, Message.model_validate(row.recorded))
         if not ids:
