@@ -13,16 +13,15 @@ drafter, the router, or who else is in the batch.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 
 import torch
 
 from .acceptance import Walk, verify
+from .admission import new_sequence
 from .attention import PackedRow
 from .budget import VerifyBudget
 from .catch_up import CatchUp
@@ -34,18 +33,16 @@ from .drafters.context import draft_context
 from .drafters.registry import drafter_names, make_drafter
 from .drafting import Draft, Drafting
 from .engine_settings import LEAST_ROOM, EngineSettings
-from .errors import ContextLengthError, RequestError, SettingsError
+from .errors import RequestError, SettingsError
 from .features import stack
-from .kv_cache import GRANULE
 from .memory import arena_positions
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
 from .routing.signals import read_signals
 from .routing.static import StaticRouter
-from .sampling import Sampler, logprobs
+from .sampling import logprobs
 from .scheduler import Scheduler
 from .sequence import SequenceState
-from .stopping import StopChecker
 from .target import Target, TargetBatch, TargetOutput
 from .telemetry import RoundRecord, Totals
 
@@ -189,60 +186,15 @@ class WhiFlashEngine:
             RequestError: an id in use, an empty prompt, tokens outside the vocabulary, parameters
                 that cannot be honoured.
         """
-        params = request.sampling
-        try:  # tensors and arrays hold no Python ints
-            prompt = list(map(index, request.prompt_ids))
-            recorded = list(map(index, request.recorded_ids))
-        except TypeError as error:
-            raise RequestError(
-                f"request {request.id!r}: prompt_ids and recorded_ids must be flat sequences of "
-                f"integers: {error}"
-            ) from error
         if request.id in self._sequences:
             raise RequestError(f"request id {request.id!r} is already in use; ids must be unique")
-        if not prompt:
-            raise RequestError(
-                f"request {request.id!r} has an empty prompt; give it a token or more"
-            )
-        vocab_size = self.target.vocab_size
-        for source, tokens in (("prompt", prompt), ("recorded", recorded)):
-            strange = next((t for t in tokens if not 0 <= t < vocab_size), None)
-            if strange is not None:
-                raise RequestError(
-                    f"request {request.id!r}: {source} token {strange} is outside the target's "
-                    f"vocabulary of {vocab_size}; was it made with another tokenizer?"
-                )
-        if len(prompt) + params.max_tokens > self.target.max_context:
-            raise ContextLengthError(
-                f"request {request.id!r}: {len(prompt)} prompt tokens + max_tokens "
-                f"{params.max_tokens} exceed the target's context of {self.target.max_context}; "
-                "shorten the prompt or lower max_tokens"
-            )
-        most = len(prompt) + params.max_tokens + self._room
-        if most > self._cache.positions:
-            raise ContextLengthError(
-                f"request {request.id!r} needs up to {most} KV positions ({len(prompt)} prompt + "
-                f"{params.max_tokens} max_tokens + {self._room} for drafts), the KV cache has "
-                f"{self._cache.positions} (kv_tokens, rounded down to a multiple of {GRANULE}); "
-                "lower max_tokens or raise kv_tokens"
-            )
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        sequence = SequenceState(
-            request=request,
-            sampler=Sampler(
-                params,
-                vocab_size=vocab_size,
-                prompt_ids=prompt,
-                eos_token_ids=self.target.eos_token_ids,
-                seed=seed,
-                device=self.target.device,
-            ),
-            stop=StopChecker(params, eos_token_ids=self.target.eos_token_ids, decode=self._decode),
-            tokens=prompt,
-            num_prompt=len(prompt),
-            seed=seed,
-            logprobs=[] if params.logprobs or params.top_logprobs else None,
+        sequence = new_sequence(
+            request,
+            self.target,
+            self._cache,
+            room=self._room,
             arrival=self._arrivals,
+            decode=self._decode,
         )
         self._scheduler.add(sequence)
         self._arrivals += 1

@@ -131,6 +131,25 @@ class DraftContext(ABC):
         row."""
 
 
+class ContextDrafter:
+    """What all drafters over a context share: their state per sequence is the engine's matter, and
+    catching up is the context's."""
+
+    context: DraftContext
+
+    def open(self, sequence: SequenceState) -> None:
+        """Nothing: the engine starts the context's state."""
+
+    def close(self, sequence: SequenceState) -> None:
+        """Nothing: the engine drops the context's state."""
+
+    def backlog(self, sequence: SequenceState) -> int:
+        return self.context.backlog(sequence)
+
+    def catch_up(self, sequences: Sequence[SequenceState]) -> None:
+        self.context.consume(sequences)
+
+
 def draft_context(drafter: object) -> DraftContext | None:
     """The context that `drafter` drafts from; None for one that needs none."""
     context = getattr(drafter, "context", None)

@@ -16,6 +16,7 @@ from ..errors import SettingsError
 from ..sequence import SequenceState
 from .base import DraftLimit
 from .candidates import rank
+from .context import ContextDrafter
 from .dflash import DFlashContext
 from .dflash_model import DFlashModel
 
@@ -59,7 +60,7 @@ def best_first(scores: Sequence[Sequence[float]], budget: int) -> list[Pick]:
     return picks
 
 
-class DDTreeDrafter:
+class DDTreeDrafter(ContextDrafter):
     """Best-first trees from a DFlash block.
 
     Args:
@@ -71,24 +72,13 @@ class DDTreeDrafter:
     """
 
     name = "ddtree"
+    context: DFlashContext
 
     def __init__(self, model: DFlashModel | DFlashContext, *, nodes: int = 32) -> None:
         if not isinstance(nodes, int) or nodes < 1:
             raise SettingsError(f"ddtree: nodes={nodes!r}; expected an integer of at least 1")
         self.context = model if isinstance(model, DFlashContext) else DFlashContext(model)
         self.nodes = nodes
-
-    def open(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def backlog(self, sequence: SequenceState) -> int:
-        return self.context.backlog(sequence)
-
-    def catch_up(self, sequences: Sequence[SequenceState]) -> None:
-        self.context.consume(sequences)
 
     def draft(
         self, sequences: Sequence[SequenceState], limits: Sequence[DraftLimit]

@@ -22,7 +22,7 @@ from ..sampling import greedy
 from ..sequence import SequenceState
 from .base import DraftLimit
 from .candidates import Coupling, rank
-from .context import Backlog, DraftContext
+from .context import Backlog, ContextDrafter, DraftContext
 from .dflash_model import DFlashModel
 
 
@@ -138,27 +138,16 @@ class DFlashContext(DraftContext):
         )
 
 
-class DFlashDrafter:
+class DFlashDrafter(ContextDrafter):
     """The likeliest token of every slot, as a chain. Give it a model, or the context that it shares
     with another arm over the same network."""
 
     name = "dflash"
+    context: DFlashContext
 
     def __init__(self, model: DFlashModel | DFlashContext) -> None:
         self.context = model if isinstance(model, DFlashContext) else DFlashContext(model)
         self.scores = False  # whether its chains carry probabilities, which take a pass more
-
-    def open(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def backlog(self, sequence: SequenceState) -> int:
-        return self.context.backlog(sequence)
-
-    def catch_up(self, sequences: Sequence[SequenceState]) -> None:
-        self.context.consume(sequences)
 
     def draft(
         self, sequences: Sequence[SequenceState], limits: Sequence[DraftLimit]

@@ -22,7 +22,7 @@ from ..kv_cache import PlaneShape
 from ..sequence import SequenceState
 from .base import DraftLimit
 from .candidates import Coupling, rank
-from .context import Backlog, DraftContext
+from .context import Backlog, ContextDrafter, DraftContext
 from .eagle3_model import Eagle3Model
 
 
@@ -135,7 +135,7 @@ class _Candidates:
         return sum(part.shape[1] for part in self.scores)
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(ContextDrafter):
     """EAGLE-3's dynamic tree; a chain with `top_k=1`.
 
     Args:
@@ -150,6 +150,7 @@ class Eagle3Drafter:
     """
 
     name = "eagle3"
+    context: Eagle3Context
 
     def __init__(
         self, model: Eagle3Model, *, depth: int = 8, top_k: int = 10, total_tokens: int = 60
@@ -161,18 +162,6 @@ class Eagle3Drafter:
         self.top_k = min(top_k, model.config.draft_vocab_size)
         self.total_tokens = total_tokens
         self.context = Eagle3Context(model, depth=depth, top_k=self.top_k)
-
-    def open(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def close(self, sequence: SequenceState) -> None:
-        """Nothing: the engine keeps the context's state."""
-
-    def backlog(self, sequence: SequenceState) -> int:
-        return self.context.backlog(sequence)
-
-    def catch_up(self, sequences: Sequence[SequenceState]) -> None:
-        self.context.consume(sequences)
 
     @torch.inference_mode()
     def draft(
