@@ -176,11 +176,16 @@ class WhiFlashBatch:
                 f"without effect under router {self.settings.engine.router}: "
                 f"{', '.join(map(option_name, unused))}"
             )
-        self._progress.phase(f"loading {model.name}")
+        costs = "; measuring costs, if this machine's are not known" if self._needs_costs() else ""
+        self._progress.phase(f"loading {model.name}{costs}")
         runner = self._make_runner(SessionSpec.of(self.settings, model, paths), self.settings)
         self.figures.target = model.name
         self.figures.loading_seconds = time.monotonic() - started
         return runner
+
+    def _needs_costs(self) -> bool:
+        engine, routing = self.settings.engine, self.settings.routing
+        return engine.router == "cost-aware" or routing.verify_budget == "gain"
 
     def _decode(self, paths: Sequence[Path], runner: Runner) -> Iterator[dict[str, Any]]:
         """Keep the runner filled and yield its output rows in input order.
