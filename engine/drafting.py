@@ -19,8 +19,7 @@ from .clock import now
 from .costs import CostModel
 from .draft_tree import DraftTree
 from .drafters.base import Drafter, DraftLimit
-from .drafters.context import DraftContext, draft_context
-from .drafters.dflash import DFlashDrafter
+from .drafters.context import ContextDrafter, DraftContext, draft_context
 from .errors import WhiFlashError
 from .routing.base import NONE, Router
 from .sequence import SequenceState
@@ -77,7 +76,7 @@ class Drafting:
         self._device = device
         self.budget = budget
         for drafter in drafters.values():
-            if isinstance(drafter, DFlashDrafter):  # for the others, scores cost nothing
+            if isinstance(drafter, ContextDrafter):
                 drafter.scores = budget is not None
         router.bind(self)
 

@@ -16,26 +16,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .acceptance import Walk, verify
 from .admission import new_sequence
-from .attention import PackedRow
 from .budget import VerifyBudget
 from .catch_up import CatchUp
 from .clock import now
 from .costs import CostModel, CostTable
-from .draft_tree import DraftTree
 from .drafters.base import Drafter
 from .drafters.context import draft_context
 from .drafters.registry import drafter_names, make_drafter
-from .drafting import Draft, Drafting
+from .drafting import Drafting
 from .engine_settings import LEAST_ROOM, EngineSettings
 from .errors import RequestError, SettingsError
 from .features import stack
 from .memory import arena_positions
+from .packing import Verified, pack_prompts, pack_tree
 from .request import Event, FinishReason, GenerationResult, Request
 from .routing.base import NONE, Router
 from .routing.signals import read_signals
@@ -47,18 +45,6 @@ from .target import Target, TargetBatch, TargetOutput
 from .telemetry import RoundRecord, Totals
 
 __all__ = ["EngineSettings", "WhiFlashEngine"]
-
-
-@dataclass(slots=True)
-class _Verified:
-    """A sequence that gets new tokens in this step: its tree, and where that begins among the
-    step's logits and packed tokens."""
-
-    sequence: SequenceState
-    tree: DraftTree
-    first_row: int
-    first_token: int = 0
-    drafts: Draft | None = None  # None: the last chunk of a prompt
 
 
 class WhiFlashEngine:
@@ -136,7 +122,7 @@ class WhiFlashEngine:
         for context, plane in zip(contexts, self._cache.beside, strict=True):
             context.bind(target, plane, full_prefill=self.settings.draft_prefill == "full")
         shapes = {"target": target.plane} | {c.name: c.plane_shape for c in contexts}
-        self.totals = Totals(
+        self._totals = Totals(
             kv_bytes={
                 name: shape.bytes_per_position(target.dtype) * self._cache.positions
                 for name, shape in shapes.items()
@@ -176,6 +162,25 @@ class WhiFlashEngine:
         """What rounds take here, as it is known now."""
         return self._drafting.costs
 
+    @property
+    def totals(self) -> Totals:
+        """What the engine has done so far. Read it again for newer figures."""
+        totals, catch_up = self._totals, self._catch_up
+        totals.preemptions = self._scheduler.num_preemptions
+        totals.positions_recomputed = self._scheduler.positions_recomputed
+        totals.draft_seconds = self._drafting.seconds
+        totals.route_seconds = self._drafting.route_seconds + self._signal_seconds
+        if self._drafting.budget is not None:
+            totals.nodes_drafted = self._drafting.budget.drafted
+            totals.nodes_verified = self._drafting.budget.verified
+        totals.router = self.router.figures()
+        totals.costs = self._drafting.costs.as_dict()
+        totals.catch_up_seconds = catch_up.seconds
+        totals.draft_rows = dict(catch_up.rows)
+        totals.feature_bytes = catch_up.feature_bytes
+        totals.feature_bytes_peak = catch_up.feature_bytes_peak
+        return totals
+
     # Asking ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -209,7 +214,6 @@ class WhiFlashEngine:
         sequence = self._sequences[request_id]
         self._scheduler.drop(sequence)
         self._catch_up.measure(self._scheduler.running)
-        self._count()
         text = sequence.stop.close()  # what was held back as the possible beginning of a stop
         self._deliver(Event(request_id, [], text, self._result(sequence, "abort", None)))
         self._close_routes()
@@ -296,9 +300,9 @@ class WhiFlashEngine:
         prompt_tokens = sum(count for _, count in chunks)
         drafts = self._drafting.draft(decoding, prompt_tokens=prompt_tokens)
         batch = TargetBatch()
-        verified = self._pack_prompts(batch, chunks)
+        verified = pack_prompts(batch, chunks)
         verified += [
-            self._pack_tree(batch, sequence, drafted)
+            pack_tree(batch, sequence, drafted)
             for sequence, drafted in zip(decoding, drafts, strict=True)
         ]
         if not batch.rows:
@@ -311,7 +315,7 @@ class WhiFlashEngine:
         first = 0
         for sequence, count in chunks:
             sequence.num_cached += count
-            self.totals.positions_prefilled += count
+            self._totals.positions_prefilled += count
             if features is not None:
                 self._catch_up.append(sequence, features, range(first, first + count))
             first += count
@@ -345,11 +349,10 @@ class WhiFlashEngine:
             if self._drafting.budget is not None:
                 self._drafting.budget.observe(sequence.id, record.drafter, record.accepted)
         self._close_routes()
-        self.totals.steps += 1
-        self.totals.rounds += len(records)
-        self.totals.step_seconds += seconds
-        self.totals.forward_seconds += forward_seconds
-        self._count()
+        self._totals.steps += 1
+        self._totals.rounds += len(records)
+        self._totals.step_seconds += seconds
+        self._totals.forward_seconds += forward_seconds
 
     def _close_routes(self) -> None:
         for sequence in self._ended:
@@ -357,7 +360,7 @@ class WhiFlashEngine:
         self._ended.clear()
 
     def _read_signals(
-        self, output: TargetOutput, verified: Sequence[_Verified], walks: Sequence[Walk]
+        self, output: TargetOutput, verified: Sequence[Verified], walks: Sequence[Walk]
     ) -> None:
         """What the router asked to know of each sequence, where its bonus token was chosen."""
         if not self.router.signals or not verified:
@@ -369,62 +372,15 @@ class WhiFlashEngine:
             item.sequence.signals = signals
         self._signal_seconds += time.perf_counter() - started
 
-    def _count(self) -> None:
-        totals, catch_up = self.totals, self._catch_up
-        totals.preemptions = self._scheduler.num_preemptions
-        totals.positions_recomputed = self._scheduler.positions_recomputed
-        totals.draft_seconds = self._drafting.seconds
-        totals.route_seconds = self._drafting.route_seconds + self._signal_seconds
-        if self._drafting.budget is not None:
-            totals.nodes_drafted = self._drafting.budget.drafted
-            totals.nodes_verified = self._drafting.budget.verified
-        totals.router = self.router.figures()
-        totals.costs = self._drafting.costs.as_dict()
-        totals.catch_up_seconds = catch_up.seconds
-        totals.draft_rows = dict(catch_up.rows)
-        totals.feature_bytes = catch_up.feature_bytes
-        totals.feature_bytes_peak = catch_up.feature_bytes_peak
-
     def _reserve(self) -> None:
         """Room for the next rows of those that decode, before others are admitted to it."""
         nodes = self._scheduler.scratch
         for sequence in [s for s in self._scheduler.running if s.is_decoding]:
             self._scheduler.reserve(sequence, sequence.num_cached + 1 + nodes)
 
-    def _pack_prompts(
-        self, batch: TargetBatch, chunks: Sequence[tuple[SequenceState, int]]
-    ) -> list[_Verified]:
-        """Add the next chunks of prompts; those that end in this step yield their first token."""
-        ending = []
-        for sequence, count in chunks:
-            assert sequence.extent is not None
-            start = sequence.num_cached
-            last = count == sequence.num_pending
-            first_row = batch.add(
-                PackedRow(sequence.extent.start, start, count),
-                sequence.tokens[start : start + count],
-                range(start, start + count),
-                logits_from=count - 1 if last else None,
-            )
-            if last:
-                ending.append(_Verified(sequence, DraftTree(sequence.tokens[-1]), first_row))
-        return ending
-
-    def _pack_tree(self, batch: TargetBatch, sequence: SequenceState, drafts: Draft) -> _Verified:
-        assert sequence.extent is not None
-        tree, past = drafts.tree, sequence.num_cached
-        positions = [past + depth for depth in tree.depths]
-        row = PackedRow(sequence.extent.start, past, len(tree))
-        if not tree.is_chain:
-            row.tree = tree.visibility()
-            row.tail_positions = torch.tensor(positions)
-        first_token = len(batch.token_ids)
-        first_row = batch.add(row, tree.tokens, positions, logits_from=0)
-        return _Verified(sequence, tree, first_row, first_token, drafts)
-
     def _commit(
         self,
-        item: _Verified,
+        item: Verified,
         walk: Walk,
         logits: torch.Tensor,
         features: torch.Tensor | None,
@@ -447,7 +403,7 @@ class WhiFlashEngine:
         if features is not None and item.drafts is not None:
             rows = [item.first_token + node for node in walk.path[: len(kept)]]
             self._catch_up.append(sequence, features, rows)
-        self.totals.output_tokens += len(kept)
+        self._totals.output_tokens += len(kept)
         if sequence.logprobs is not None:
             rows = [item.first_row + node for node in walk.path[: len(kept)]]
             n = sequence.request.sampling.top_logprobs

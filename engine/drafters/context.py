@@ -133,9 +133,14 @@ class DraftContext(ABC):
 
 class ContextDrafter:
     """What all drafters over a context share: their state per sequence is the engine's matter, and
-    catching up is the context's."""
+    catching up is the context's.
+
+    Attributes:
+        scores: whether its trees must carry probabilities, even where those take work of their own.
+    """
 
     context: DraftContext
+    scores: bool = False
 
     def open(self, sequence: SequenceState) -> None:
         """Nothing: the engine starts the context's state."""

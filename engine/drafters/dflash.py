@@ -147,7 +147,6 @@ class DFlashDrafter(ContextDrafter):
 
     def __init__(self, model: DFlashModel | DFlashContext) -> None:
         self.context = model if isinstance(model, DFlashContext) else DFlashContext(model)
-        self.scores = False  # whether its chains carry probabilities, which take a pass more
 
     def draft(
         self, sequences: Sequence[SequenceState], limits: Sequence[DraftLimit]
