@@ -1,0 +1,82 @@
+"""Fingerprints: what tells one target, and one set of texts, from another.
+
+Features, responses and checkpoints hold for what they were made from. What goes on from files of an
+earlier run compares these first, and names what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..target import Target
+from .texts import TrainingText
+
+_SAMPLED = 4096  # values of each tensor; all of them would take minutes with a large target
+
+
+def target_fingerprint(target: Target) -> str:
+    """A hash over the target's config, dtype and weights. Of each tensor it reads up to 4,096
+    values, evenly spaced: training, merging an adapter or quantising moves nearly all of them."""
+    config = {
+        name: value
+        for name, value in target.config.to_dict().items()
+        # Where it was found and who wrote the file say nothing of the model.
+        if not name.startswith("_") and name != "transformers_version"
+    }
+    return _digest([_canonical(config), str(target.dtype)], target.model)
+
+
+def network_fingerprint(network: nn.Module) -> str:
+    """A hash over a network's weights, read like those of a target."""
+    return _digest([], network)
+
+
+def texts_fingerprint(texts: Iterable[TrainingText]) -> str:
+    """A hash over ids, tokens and responses of the texts, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(json.dumps([text.id, text.token_ids, text.responses]).encode())
+    return digest.hexdigest()
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Where two flat or nested mappings differ: `name: theirs, now ours`, one entry for each."""
+    found = []
+    for name in dict.fromkeys((*theirs, *ours)):
+        mine, other = ours.get(name), theirs.get(name)
+        if isinstance(mine, Mapping) and isinstance(other, Mapping):
+            found += [f"{name}.{line}" for line in differences(mine, other)]
+        elif mine != other:
+            found.append(f"{name}: {other!r}, now {mine!r}")
+    return found
+
+
+def plain(values: Any) -> Any:
+    """`values` as JSON gives them back, to be compared with what a file holds."""
+    return json.loads(_canonical(values))
+
+
+def _canonical(values: Any) -> str:
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _digest(parts: Iterable[str], model: nn.Module) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part.encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_sample(tensor))
+    return digest.hexdigest()
+
+
+def _sample(tensor: Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    step = max(1, len(flat) // _SAMPLED)
+    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
