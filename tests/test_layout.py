@@ -32,6 +32,7 @@ FLOORS = {
     "whiflash_agents.calibration": RUNS,
     "whiflash_agents.router_training": RUNS,
     "whiflash_agents.bench_report": RUNS,
+    "whiflash_agents.training_texts": RUNS,
     "whiflash_agents.cli": FACES,
     "whiflash_agents.cli_options": FACES,
     "whiflash_agents.cli_study": FACES,
