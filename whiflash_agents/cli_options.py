@@ -180,7 +180,7 @@ _RUN_SETTINGS = [
         "--exploration",
         metavar="X",
         type=float,
-        shown="0.01",
+        shown="0.006",
         help="Share of the time that router cost-aware may lose by trying other arms.",
     ),
     _setting(

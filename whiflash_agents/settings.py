@@ -215,7 +215,10 @@ class RoutingSection(_Section):
         default=None, description="file of a trained router (routers neural and cost-aware)"
     )
     exploration: float = Field(
-        default=0.01, ge=0, le=1, description="share of time that router cost-aware may lose trying"
+        default=0.006,
+        ge=0,
+        le=1,
+        description="share of time that router cost-aware may lose trying",
     )
     recalibrate: bool = Field(
         default=False, description="measure costs anew, though they are known for this machine"

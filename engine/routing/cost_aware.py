@@ -61,7 +61,7 @@ class CostAwareRouter(Router):
         self,
         arms: Sequence[str],
         predictor: AcceptancePredictor | None = None,
-        exploration: float = 0.01,
+        exploration: float = 0.006,
     ) -> None:
         if isinstance(arms, str) or not arms or len({*arms, NONE}) != len(arms) + 1:
             raise SettingsError(
@@ -231,6 +231,7 @@ class CostAwareRouter(Router):
         if waiting and not any(new):
             return None
         best, best_priority = None, 0.0
+        first: tuple[int, int, float] | None = None
         for index, (route, backlog) in enumerate(zip(routes, backlogs, strict=True)):
             if waiting and not new[index]:
                 continue
@@ -245,10 +246,15 @@ class CostAwareRouter(Router):
                 loss = max(loss, least)
                 name = self._names[arm]
                 if new[index] and exploration.unknown(name, route.place[1]):
-                    return index, arm, loss
+                    # Cheap ones first: what they find makes the others' prospects worse or better.
+                    if first is None or loss < first[2]:
+                        first = index, arm, loss
+                    continue
                 priority = exploration.idle(name, route.place) / loss
                 if priority > best_priority:
                     best, best_priority = (index, arm, loss), priority
+        if first is not None:
+            return first
         self._saving_for = 0.0 if best is None else best[2]
         return None if best is None or best[2] > exploration.account else best
 

@@ -27,6 +27,7 @@ _MARGIN = 0.005  # by which a rate must be better, beside what chance explains
 _REMEMBERED = 1000.0  # rounds of an arm
 _VARIATION = 0.5  # of acceptance lengths, before much is known of it: standard deviation / mean
 _SHAPES = 32.0  # steps whose number of sequences and contexts single arms are judged by
+_GRACE = 10.0  # steps' worth of time that a router may lose at first, to find out about its arms
 _SOON = 4  # steps after which a pin or a release may end
 _PINNED_WINDOW = 200.0  # steps over which a pinned arm's rate is taken
 _PATIENCE = (64, 1024)  # steps that the next pin waits after one that failed: at first, at most
@@ -121,6 +122,7 @@ class Guard(Router):
         self._overhead = Mean()
         self._probing = Exploration(_PROBES)
         self._pinned: str | None = None
+        self._grace = _GRACE
         self._patience = 0
         self._steps = 0  # since the last pin or release
         self._step: list[tuple[RoundRecord, int]] = []
@@ -146,7 +148,7 @@ class Guard(Router):
         if self._pinned is None:
             return self.router.predicted(sequence)
         arm = self._serving(sequence)
-        return 1.0 if arm == NONE else self._known[arm].accepted.value
+        return 1.0 if arm == NONE else self._known[arm].accepted.value or HOPE
 
     def observe(self, sequence: SequenceState, record: RoundRecord) -> None:
         self.router.observe(sequence, record)
@@ -199,6 +201,9 @@ class Guard(Router):
             yields, spent = self._single(arm, count, length)
             if yields:
                 rate.add(yields, spent, _SHAPES)
+        if self._pinned is None:
+            best = max(rate.value for rate in self._alone.values())
+            self._grace -= max(0.0, seconds * best / tokens - 1.0)
         self._step.clear()
         self._steps += 1
         if self._steps >= _SOON:
@@ -228,7 +233,7 @@ class Guard(Router):
         # Half of it: the estimate is cautious itself, and a pin is only a trial.
         worth = self._alone[best].value * (1.0 - _MARGIN - doubt / 2.0)
         if self._pinned is None:
-            if worth > own and self._steps >= self._patience:
+            if worth > own and self._steps >= self._patience and self._grace <= 0.0:
                 self._routed = own
                 self._turn_to(best)
             elif self._steps > 4 * self._hold:  # the router has learnt

@@ -24,7 +24,7 @@ def make_router(
     entropy_threshold: float = 0.5,
     neural_threshold: float | None = None,
     weights: str | Path | None = None,
-    exploration: float = 0.01,
+    exploration: float = 0.006,
 ) -> Router:
     """Build the router called `name`.
 
