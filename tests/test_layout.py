@@ -33,9 +33,14 @@ FLOORS = {
     "whiflash_agents.router_training": RUNS,
     "whiflash_agents.bench_report": RUNS,
     "whiflash_agents.training_texts": RUNS,
+    "whiflash_agents.training_progress": RUNS,
+    "whiflash_agents.drafter_training": RUNS,
+    "whiflash_agents.drafter_card": RUNS,
     "whiflash_agents.cli": FACES,
     "whiflash_agents.cli_options": FACES,
     "whiflash_agents.cli_study": FACES,
+    "whiflash_agents.cli_train": FACES,
+    "whiflash_agents.cli_train_options": FACES,
 }
 ONLY_IN = {
     "ray": "whiflash_agents.workers",

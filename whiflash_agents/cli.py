@@ -19,7 +19,8 @@ from whiflash_agents import __version__
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
 
 from .cli_options import EXIT_FAILED_ROWS, EXIT_USAGE, fail, progress_for, settings_options
-from .cli_study import bench, calibrate, train
+from .cli_study import bench, calibrate
+from .cli_train import train
 
 if TYPE_CHECKING:
     from whiflash_agents.batch import RunFigures, Runner, SessionSpec, WhiFlashBatch

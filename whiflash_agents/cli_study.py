@@ -1,4 +1,4 @@
-"""The commands that study drafters and routers: `bench`, `calibrate`, `train`."""
+"""The commands that study drafters and routers: `bench`, `calibrate`."""
 
 from __future__ import annotations
 
@@ -134,73 +134,3 @@ def calibrate(
         console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
         console.print(threshold_table(found))
         console.print(f"kept in {path}", highlight=False, soft_wrap=True)
-
-
-@click.group(
-    epilog="""\b
-Example:
-  whiflash-batch train router traces.jsonl -o router.safetensors --target T --eagle3 E --dflash D"""
-)
-def train() -> None:
-    """Train what routes between drafters."""
-
-
-@train.command(
-    "router",
-    epilog="""\b
-Example:
-  whiflash-batch train router traces.jsonl -o router.safetensors --target T --eagle3 E --dflash D
-
-Exit status: 0 trained, 2 usage, unreadable input, or too little to learn from.""",
-)
-@click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
-@click.option("-o", "--output", required=True, metavar="FILE", help="Where the weights go.")
-@click.option("--overwrite", is_flag=True, help="Replace an output that already exists.")
-@click.option(
-    "--kind",
-    type=click.Choice(["neural", "cost-aware"]),
-    default="neural",
-    show_default=True,
-    help="The router that it is for: neural (eagle3 or dflash) or cost-aware (all drafters given).",
-)
-@click.option("--config", metavar="FILE", help="Read settings from a TOML file.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and no table.")
-@settings_options(*STUDY_SETTINGS)
-def train_router_command(
-    traces: tuple[str, ...],
-    output: str,
-    overwrite: bool,
-    kind: str,
-    config: str | None,
-    quiet: bool,
-    **values: Any,
-) -> None:
-    """Train a router on what every drafter would have achieved at every round.
-
-    The target writes the turns of the traces; every drafter drafts at every round of them. Tells
-    how much of the labels is explained and what routing by it is worth on turns that were held out.
-    """
-    from rich.console import Console
-
-    from whiflash_agents.bench import Bench
-    from whiflash_agents.bench_report import training_table
-    from whiflash_agents.router_training import train_router
-    from whiflash_agents.settings import load_settings
-
-    values["stop"] = list(values["stop"]) or None
-    try:
-        settings = load_settings({**values, "workers": 0}, config=config)
-        running = Bench(settings, progress=progress_for(quiet, "-"), contenders=["none"])
-        report = train_router(
-            running,
-            traces,
-            output,
-            kind=kind,
-            seed=settings.sampling.seed,
-            overwrite=overwrite,
-        )
-    except WhiFlashError as error:
-        fail(error, EXIT_USAGE)
-    if not quiet:
-        console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
-        console.print(training_table(report))

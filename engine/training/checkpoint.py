@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +76,10 @@ class Checkpoints:
         for name, parameter in network.named_parameters():
             for kind, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{kind}.{name}"] = _own(value)
-        temporary: Path | None = None
+        temporary = self.folder / f".{place.name}-{uuid4().hex}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=self.folder))
+            temporary.mkdir()
             save_file(tensors, temporary / _TENSORS)
             (temporary / _STATE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
             for name in (_TENSORS, _STATE):
@@ -94,8 +94,7 @@ class Checkpoints:
                 "last one"
             ) from error
         finally:
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         for old in self._found()[:-_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         return place

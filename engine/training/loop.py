@@ -114,7 +114,7 @@ class TrainingLoop:
         self._device = _check_network(self._network)
         self._trained = [p for p in self._network.parameters() if p.requires_grad]
         self._held_out = held_out
-        self._every = max(1, self.schedule.total // evaluations)
+        self._every = -(-self.schedule.total // evaluations)
         self._on_step, self._on_held_out = on_step, on_held_out
         self._optimizer = self._new_optimizer()
         self.checkpoints = Checkpoints(

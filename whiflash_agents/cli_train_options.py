@@ -1,0 +1,139 @@
+"""The options that `train eagle3` and `train dflash` share, beside the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def _layers(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r}: expected numbers with commas between them, such as 2,15,27"
+        ) from None
+
+
+_OPTIONS: list[Callable[[Any], Any]] = [
+    click.argument("traces", nargs=-1, required=True, metavar="TRACES..."),
+    click.option("-o", "--output", required=True, metavar="FOLDER", help="Where the drafter goes."),
+    click.option(
+        "--resume/--restart",
+        default=True,
+        help="Go on from what an earlier sitting left in the output, or begin training anew "
+        "(responses are kept).  [default: resume]",
+    ),
+    click.option(
+        "--responses",
+        metavar="FILE",
+        help="Where the target's responses are kept, and taken from if they are there."
+        "  [default: responses.jsonl beside the output, which drafters there share]",
+    ),
+    click.option(
+        "--regenerate/--no-regenerate",
+        default=True,
+        help="Train on the target's own answers to the recorded histories, or on the recorded "
+        "turns as they are.  [default: regenerate]",
+    ),
+    click.option(
+        "--concurrency",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        metavar="N",
+        help="Responses generated at once.",
+    ),
+    click.option(
+        "--epochs",
+        type=float,
+        default=4.0,
+        show_default=True,
+        metavar="X",
+        help="Times that every text comes up.",
+    ),
+    click.option(
+        "--texts-per-batch",
+        type=int,
+        default=4,
+        show_default=True,
+        metavar="N",
+        help="Texts per step.",
+    ),
+    click.option(
+        "--learning-rate",
+        type=float,
+        default=1e-3,
+        show_default=True,
+        metavar="X",
+        help="Its peak, after the warm-up.",
+    ),
+    click.option(
+        "--minutes",
+        type=float,
+        metavar="X",
+        help="Stop training after X minutes, to be gone on with by the same command.",
+    ),
+    click.option(
+        "--checkpoint-minutes",
+        type=float,
+        default=5.0,
+        show_default=True,
+        metavar="X",
+        help="Training time that is lost at most if the machine fails.",
+    ),
+    click.option(
+        "--held-out",
+        type=float,
+        default=0.05,
+        show_default=True,
+        metavar="X",
+        help="Share of the traces that is kept to judge by; 0 for none.",
+    ),
+    click.option(
+        "--max-length",
+        type=click.IntRange(min=2),
+        metavar="N",
+        help="Leave out texts of more tokens.  [default: the target's context]",
+    ),
+    click.option(
+        "--init",
+        metavar="PATH",
+        help="Folder or Hugging Face name of a drafter of this target to go on from.",
+    ),
+    click.option(
+        "--warm-start/--no-warm-start",
+        default=None,
+        help="Begin with copies of the target's last layers, or with random weights."
+        "  [default: warm start, unless there is --init]",
+    ),
+    click.option(
+        "--feature-layers",
+        metavar="N,N,...",
+        callback=_layers,
+        help="Hidden states of the target that the drafter reads (0 is the embedding)."
+        "  [default: as published]",
+    ),
+    click.option(
+        "--features",
+        default="computed",
+        show_default=True,
+        metavar="computed|FOLDER",
+        help="Compute the target's hidden states in every epoch, or once and keep them in FOLDER.",
+    ),
+    click.option("--config", metavar="FILE", help="Read settings from a TOML file."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress and no tables."),
+]
+
+
+def drafter_options(command: Any) -> Any:
+    """Add the options of `train eagle3` and `train dflash` to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

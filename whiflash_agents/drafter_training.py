@@ -1,0 +1,357 @@
+"""Training a drafter for a target from traces: `train eagle3` and `train dflash`.
+
+Traces become texts (`training_texts.py`), texts a network (`drafter_kinds.py`, and the loop in
+`engine/training/`), and the network a folder in the public format that every engine loads, with a
+model card. Each stage goes on where an earlier sitting ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whiflash_agents.batch.inputs import readable_twice
+from whiflash_agents.batch.plan import InputCount, check_input, row_seed
+from whiflash_agents.batch.session import Models, SessionSpec
+from whiflash_agents.drafter_acceptance import Acceptance, measure_acceptance
+from whiflash_agents.drafter_kinds import KindOptions, NewNetwork, describe
+from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.request import SamplingParams
+from whiflash_agents.models import resolve_drafter, resolve_model
+from whiflash_agents.settings import Settings
+from whiflash_agents.training_folder import TrainingFolder
+from whiflash_agents.training_texts import (
+    CONCURRENCY,
+    TextSet,
+    check_texts,
+    recorded_texts,
+    regenerated_texts,
+    trace_of,
+)
+
+if TYPE_CHECKING:
+    from whiflash_agents.engine.training.feature_source import FeatureSource
+    from whiflash_agents.engine.training.loop import Training, TrainingLoop
+    from whiflash_agents.engine.training.texts import TrainingText
+    from whiflash_agents.models import ModelFiles
+    from whiflash_agents.training_progress import TrainingProgress
+
+COMPUTED = "computed"
+RESPONSES = "responses.jsonl"
+_MEASURED = 48  # held-out texts whose acceptance is measured, which takes a draft at every token
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """What is to be trained, on what of the traces, and how long.
+
+    Attributes:
+        network: its kind and what is particular to it.
+        output: folder of the drafter.
+        responses: file of regenerated responses; `responses.jsonl` beside `output` if None, which
+            drafters of one target in one place then share.
+        regenerate: train on the target's own answers, not on the recorded turns.
+        concurrency: turns generated at once.
+        epochs, texts_per_batch, learning_rate: as in `TrainSettings`.
+        minutes: training ends unfinished after that time.
+        checkpoint_minutes: training time between checkpoints.
+        held_out: share of the traces that is kept to judge by.
+        features: `computed`, or a folder to keep them in.
+        init: a drafter to go on from.
+        warm_start: begin with weights of the target; None is yes, unless there is an `init`.
+        max_length: longest text in tokens; the target's context if None.
+        restart: begin anew, whatever an earlier sitting left.
+        command: for the model card.
+    """
+
+    network: KindOptions
+    output: Path
+    responses: Path | None = None
+    regenerate: bool = True
+    concurrency: int = CONCURRENCY
+    epochs: float = 4.0
+    texts_per_batch: int = 4
+    learning_rate: float = 1e-3
+    minutes: float | None = None
+    checkpoint_minutes: float = 5.0
+    held_out: float = 0.05
+    features: str = COMPUTED
+    init: str | None = None
+    warm_start: bool | None = None
+    max_length: int | None = None
+    restart: bool = False
+    command: str | None = None
+
+
+@dataclass(slots=True)
+class TrainedDrafter:
+    """What came of a sitting.
+
+    Attributes:
+        plan, settings: as given.
+        target: its name.
+        traces: the files.
+        input: what was in them.
+        texts: what was made of it; without the texts themselves, `train` and `held_out` count them.
+        network: the drafter's configuration, and its number of weights.
+        training: as the loop told.
+        acceptance: by arm, on held-out texts; empty where training is unfinished, or none are held
+            out.
+        measured: texts that it was measured on.
+        machine: device, dtype and threads.
+    """
+
+    plan: TrainingPlan
+    settings: Settings
+    target: str
+    traces: list[str]
+    input: InputCount
+    texts: TextSet
+    train: int
+    held_out: int
+    network: dict[str, Any]
+    training: Training
+    machine: dict[str, Any]
+    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    measured: int = 0
+
+
+class DrafterTraining:
+    """One sitting of training a drafter.
+
+    Args:
+        settings: target, sampling and limits, as for a run.
+        plan: what is to be trained.
+        progress: is told how far it is.
+
+    Raises:
+        SettingsError: a value that cannot be.
+    """
+
+    def __init__(
+        self, settings: Settings, plan: TrainingPlan, *, progress: TrainingProgress
+    ) -> None:
+        from whiflash_agents.engine.training.schedule import TrainSettings
+
+        if plan.concurrency < 1:
+            raise SettingsError(
+                f"concurrency={plan.concurrency}: expected an integer of at least 1"
+            )
+        if plan.max_length is not None and plan.max_length < 2:
+            raise SettingsError(f"max_length={plan.max_length}: expected 2 tokens or more")
+        if not 0.0 <= plan.held_out <= 0.5:
+            raise SettingsError(f"held_out={plan.held_out}: expected a share from 0 to 0.5")
+        if plan.features != COMPUTED and not plan.network.reads_source:
+            raise SettingsError(
+                f"features={plan.features!r}: the on-policy objective computes them itself; leave "
+                "this out"
+            )
+        init = None if plan.init is None else Path(plan.init)
+        plan.network.check(NewNetwork(init, plan.warm_start))
+        self._train_settings = TrainSettings(
+            epochs=plan.epochs,
+            texts_per_batch=plan.texts_per_batch,
+            peak_learning_rate=plan.learning_rate,
+            seed=settings.sampling.seed,
+            max_minutes=plan.minutes,
+            checkpoint_seconds=60.0 * plan.checkpoint_minutes,
+        )
+        self.settings = settings
+        self.plan = plan
+        self._progress = progress
+        self._loop: TrainingLoop | None = None
+
+    def stop(self) -> bool:
+        """End training after the step at hand, to be gone on with; False where there is none to
+        end. Safe to call from a signal handler."""
+        if self._loop is None:
+            return False
+        self._loop.stop()
+        return True
+
+    def run(self, traces: Sequence[str | Path]) -> TrainedDrafter:
+        """Train to the end, or until time is up or `stop` is called.
+
+        Raises:
+            TraceError, OutputError, SettingsError, ModelNotFoundError, CheckpointError: each says
+                what is wrong and what to do; what was done is kept.
+        """
+        try:
+            folder = TrainingFolder(self.plan.output)
+            with readable_twice(traces) as paths, folder.locked():
+                return self._run(paths, [str(trace) for trace in traces], folder)
+        finally:
+            self._loop = None
+            self._progress.close()
+
+    def _run(
+        self, paths: Sequence[Path], names: list[str], folder: TrainingFolder
+    ) -> TrainedDrafter:
+        from whiflash_agents.drafter_card import model_card
+        from whiflash_agents.engine.training.identity import target_fingerprint
+        from whiflash_agents.engine.training.loop import TrainingLoop
+
+        plan, settings = self.plan, self.settings
+        self._progress.phase("checking the input")
+        run = settings.run
+        counted = check_input(paths, run.mode, format=run.format, limit=run.limit, names=names)
+        self._progress.phase("finding the model")
+        model = resolve_model(settings.model.target)
+        init = None if plan.init is None else resolve_drafter(plan.init, plan.network.kind)
+        self._progress.phase(f"loading {model.name}")
+        models = Models.load(self._spec(model))
+        begin = NewNetwork(init, plan.warm_start, settings.sampling.seed)
+        # What cannot be made is told now, not after hours of generating.
+        trial = plan.network.new_network(models.target, [], models.chat, begin)
+        source = self._source(models, trial)
+        plan.network.new_objective(trial, models.target, source)
+        longest = plan.network.longest_text(trial, models.target)
+        texts = self._texts(paths, models, model, longest)
+        del trial
+        train, held_out = self._split(texts.texts)
+        self._check_room(source, [*train, *held_out])
+        network = plan.network.new_network(models.target, train, models.chat, begin)
+        # A target in bfloat16 is on a machine that is faster in it.
+        autocast = "bfloat16" if models.machine["dtype"] == "bfloat16" else "float32"
+        identity = {
+            "target": target_fingerprint(models.target),
+            "drafter": plan.network.identity(),
+            "network": describe(network),
+            "begin": begin.told_of(network),
+        }
+        self._loop = TrainingLoop(
+            plan.network.new_objective(network, models.target, source),
+            train,
+            replace(self._train_settings, autocast=autocast),
+            folder.state,
+            identity=identity,
+            held_out=held_out,
+            on_step=self._progress.step,
+            on_held_out=self._progress.held_out,
+        )
+        if plan.restart:
+            self._loop.checkpoints.clear()
+        self._progress.phase(
+            f"{plan.network.kind} with {describe(network)['weights']:,} weights, "
+            f"{self._loop.schedule.total:,} steps"
+        )
+        training = self._loop.run()
+        self._loop = None
+        outcome = TrainedDrafter(
+            plan,
+            settings,
+            model.name,
+            names,
+            counted,
+            texts,
+            len(train),
+            len(held_out),
+            describe(network),
+            training,
+            models.machine,
+        )
+        if training.finished:
+            self._save(folder, models, network)
+            self._measure(outcome, models, held_out)
+            folder.write_card(model_card(outcome))
+        return outcome
+
+    def _spec(self, model: ModelFiles) -> SessionSpec:
+        engine = self.settings.engine.model_copy(update={"router": "none"})
+        return SessionSpec.of(self.settings.model_copy(update={"engine": engine}), model)
+
+    # Data ------------------------------------------------------------------------------------
+
+    def _texts(
+        self, paths: Sequence[Path], models: Models, model: ModelFiles, longest: int
+    ) -> TextSet:
+        plan, settings = self.plan, self.settings
+        if plan.max_length is not None:
+            longest = min(plan.max_length, longest)
+        if plan.regenerate:
+            file = self.plan.responses or plan.output.parent / RESPONSES
+            self._progress.phase(f"generating responses, kept in {file}")
+            found = regenerated_texts(
+                paths,
+                settings,
+                models,
+                model,
+                file,
+                concurrency=plan.concurrency,
+                max_length=longest,
+                progress=self._progress,
+            )
+        else:
+            self._progress.phase("reading recorded turns")
+            found = recorded_texts(paths, settings, models.chat, max_length=longest)
+        check_texts(found)
+        for reason, count in found.left_out.most_common(3):
+            self._progress.phase(f"{count} turns left out: {reason}")
+        self._progress.phase(
+            f"{len(found.texts):,} texts with {found.num_response_tokens:,} response tokens"
+        )
+        return found
+
+    def _split(
+        self, texts: Sequence[TrainingText]
+    ) -> tuple[list[TrainingText], list[TrainingText]]:
+        from whiflash_agents.engine.training.held_out import split_texts
+
+        train, held_out = split_texts(texts, self.plan.held_out, group=trace_of)
+        self._progress.phase(f"training on {len(train):,} texts, {len(held_out):,} held out")
+        return train, held_out
+
+    def _source(self, models: Models, network: Any) -> FeatureSource:
+        from whiflash_agents.engine.training.feature_cache import CachedFeatures
+        from whiflash_agents.engine.training.feature_source import ComputedFeatures
+
+        computed = ComputedFeatures(models.target, network.config.feature_layers)
+        if self.plan.features == COMPUTED:
+            return computed
+        return CachedFeatures(computed, self.plan.features)
+
+    def _check_room(self, source: FeatureSource, texts: Sequence[TrainingText]) -> None:
+        from whiflash_agents.engine.training.feature_cache import CachedFeatures
+
+        if isinstance(source, CachedFeatures):
+            needed = source.check_room(texts)
+            self._progress.phase(
+                f"features are kept in {source.folder}; {needed / 2**30:,.2f} GiB are still to be "
+                "written"
+            )
+
+    # What is left behind ---------------------------------------------------------------------
+
+    def _save(self, folder: TrainingFolder, models: Models, network: Any) -> None:
+        self._progress.phase(f"writing {folder.path}")
+        network.to(models.target.dtype)  # what it is loaded in, and half the size in bfloat16
+        folder.place(lambda path: self.plan.network.save(network, path))
+
+    def _measure(
+        self, outcome: TrainedDrafter, models: Models, held_out: Sequence[TrainingText]
+    ) -> None:
+        """Measure the drafter as it was saved: what others will load."""
+        if not held_out:
+            return
+        step = max(1, -(-len(held_out) // _MEASURED))
+        measured = held_out[::step]
+        self._progress.phase(f"measuring acceptance on {len(measured)} held-out texts")
+        outcome.measured = len(measured)
+        outcome.acceptance = measure_acceptance(
+            models.target,
+            self.plan.network.drafters(self.plan.output, models.target, self.settings.drafters),
+            measured,
+            models.chat,
+            sampling=self._sampling,
+            max_draft_nodes=self.settings.drafters.max_draft_nodes,
+        )
+
+    def _sampling(self, text: TrainingText) -> SamplingParams:
+        """How the target wrote `text`; recorded turns are not its own, so there is no noise to
+        couple drafts to."""
+        if not self.plan.regenerate:
+            return SamplingParams()
+        sampling = self.settings.sampling
+        return SamplingParams(**sampling.params(), seed=row_seed(sampling.seed, text.id))
