@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from whiflash_agents.engine.drafters.dflash_model import DFlashModel
 from whiflash_agents.engine.drafters.eagle3_model import Eagle3Model
-from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.errors import ContextLengthError, SettingsError
 from whiflash_agents.engine.target import Target
 from whiflash_agents.engine.training.dflash import (
     Anchors,
@@ -28,6 +28,7 @@ from whiflash_agents.engine.training.dflash import (
 from whiflash_agents.engine.training.eagle3 import Chains, Eagle3Objective
 from whiflash_agents.engine.training.feature_source import ComputedFeatures
 from whiflash_agents.engine.training.head_loss import head_loss
+from whiflash_agents.engine.training.on_policy import OnPolicyDFlashObjective
 from whiflash_agents.engine.training.texts import TrainingText
 
 
@@ -446,3 +447,83 @@ def test_dflash_learns_what_a_deterministic_target_says() -> None:
 def test_a_chain_that_has_no_step_left_is_not_run() -> None:
     chains = Chains(torch.tensor([3, 9]), torch.tensor([3, 1]))
     assert [chains.going(step) for step in range(4)] == [2, 1, 1, 0]
+
+
+# On-policy ----------------------------------------------------------------------------------------
+
+
+def on_policy_objective(network: Any, architecture: str, **options: Any) -> OnPolicyDFlashObjective:
+    return OnPolicyDFlashObjective(network, drafting.target(architecture), **options)
+
+
+@pytest.mark.parametrize("changes", [{}, BLOCKS["own head"], BLOCKS["sample from anchor"]])
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])  # the latter with a window of 7
+def test_the_teacher_says_what_it_would_say_behind_every_drafted_token(
+    architecture: str, changes: Any
+) -> None:
+    network = block_network(**changes).requires_grad_(True)
+    text, gamma, share = a_text(), 2.0, 0.3
+    objective = on_policy_objective(network, architecture, anchors=6, gamma=gamma, divergence=share)
+    got = objective.loss(text, seeded(3))
+    got.total.backward()
+    found = {name: p.grad.clone() for name, p in network.named_parameters()}
+    network.zero_grad()
+
+    anchors = draw_anchors(text, 6, seeded(3))
+    net = drafting.net(architecture)
+    features = reference.features(net, text.token_ids, network.config.feature_layers)
+    blocks = objective.blocks
+    hidden = blocks.run(features, torch.tensor(text.token_ids), anchors.positions)
+    known = torch.arange(tiny.VOCAB)
+    if network.head is not None:
+        known = network.head.target_ids(torch.arange(30))
+    total = torch.zeros((), dtype=torch.float64)
+    weight, lengths = 0.0, []
+    for block, (anchor, end) in enumerate(
+        zip(anchors.positions.tolist(), anchors.ends.tolist(), strict=True)
+    ):
+        logits, length, going = blocks.logits(hidden[block]), 1, True
+        drafted = known[logits.argmax(-1)].tolist()
+        with torch.no_grad():
+            ids = [*text.token_ids[: anchor + 1], *drafted]
+            said = net(torch.tensor([ids])).logits[0, anchor:]
+        for depth in range(min(len(drafted), end - 1 - anchor)):
+            best = int(said[depth].argmax())
+            going &= drafted[depth] == best
+            length += going
+            if best not in known:
+                continue
+            student, teacher = (x.log_softmax(-1) for x in (logits[depth], said[depth][known]))
+            label = known.tolist().index(best)
+            divergence = (student.exp() * (student - teacher)).sum()
+            factor = math.exp(-depth / gamma)
+            total = total + factor * (share * divergence - (1 - share) * student[label])
+            weight += factor
+        lengths.append(length)
+    assert got.total.item() == pytest.approx(total.item(), rel=1e-6)
+    assert got.weight == pytest.approx(weight)
+    assert got.figures["acceptance_length"] == (sum(lengths), len(lengths))
+    total.backward()
+    for name, parameter in network.named_parameters():
+        assert torch.allclose(parameter.grad, found[name], rtol=1e-5, atol=1e-5), name
+
+
+def test_on_policy_training_improves_on_what_texts_taught() -> None:
+    network: DFlashModel = calm(tiny_drafters.dflash(block_size=5))
+    target = tiny_drafters.markov_target()
+    texts = DFlashObjective(network, target, ComputedFeatures(target, (1, 2)), anchors=16)
+    learn(texts, 100)
+    losses, lengths = learn(OnPolicyDFlashObjective(network, target, anchors=16), 100)
+    assert sum(lengths[-20:]) > sum(lengths[:20]) + 10
+    assert sum(losses[-20:]) < 0.6 * sum(losses[:20])
+
+
+def test_a_share_of_divergence_out_of_range_is_refused() -> None:
+    with pytest.raises(SettingsError, match="divergence"):
+        on_policy_objective(drafting.dflash_model(), "llama", divergence=1.5)
+
+
+def test_a_block_beyond_the_context_of_the_teacher_is_refused() -> None:
+    objective = on_policy_objective(tiny_drafters.dflash().double(), "llama", anchors=999)
+    with pytest.raises(ContextLengthError, match="exceeds the context"):
+        objective.loss(a_text(512, ((8, 512),)), seeded())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from ..drafters.dflash_model import DFlashConfig, DFlashModel
@@ -97,7 +97,8 @@ class DFlashObjective:
     ) -> None:
         if labels not in ("text", "target"):
             raise SettingsError(f"labels={labels!r}: expected 'text' or 'target'")
-        self.network, self.target, self.source = network, target, source
+        self.network: nn.Module = network
+        self.target, self.source = target, source
         self.labels = labels
         self.blocks = BlockTraining(network, target, anchors=anchors, gamma=gamma)
 
@@ -105,14 +106,13 @@ class DFlashObjective:
         """The loss over blocks of `text`. A text without a response of two tokens or more has none,
         and weight 0."""
         blocks = self.blocks
+        network = blocks.network
         anchors = draw_anchors(text, blocks.anchors, generator)
         if not len(anchors.positions):
-            return Loss(self.network.norm.weight.sum() * 0.0, 0.0)
+            return Loss(network.norm.weight.sum() * 0.0, 0.0)
         found = self.source(text)
         tokens = found.token_ids
-        features = torch.cat(
-            [found.features[i] for i in self.network.config.feature_layers], dim=-1
-        )
+        features = torch.cat([found.features[i] for i in network.config.feature_layers], dim=-1)
         hidden = blocks.run(features, tokens, anchors.positions)
         inside = anchors.inside(hidden.shape[1])
         block, depth = (part.to(hidden.device) for part in inside.nonzero(as_tuple=True))

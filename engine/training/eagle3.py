@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from ..drafters.eagle3_model import Eagle3Model
@@ -84,14 +84,16 @@ class Eagle3Objective:
                 raise SettingsError(f"{name}={value!r}: expected an integer of at least 1")
         if not 0.0 < decay <= 1.0:
             raise SettingsError(f"decay={decay!r}: expected a number above 0 and up to 1")
-        self.network, self.target, self.source = network, target, source
+        self.network: nn.Module = network
+        self._eagle = network
+        self.target, self.source = target, source
         self.steps, self.decay, self.max_rows = steps, decay, max_rows
         self._teacher = FrozenHead(target)
 
     def loss(self, text: TrainingText, generator: torch.Generator) -> Loss:
         """The loss over all chains of `text`. A text without a response of two tokens or more has
         none, and weight 0."""
-        network = self.network
+        network = self._eagle
         chains = self.chains(text, generator)
         if not len(chains.starts):
             return Loss(network.norm.weight.sum() * 0.0, 0.0)
@@ -157,7 +159,7 @@ class Eagle3Objective:
             features: `[tokens, layers * target_hidden]`, of the text.
             token_ids: `[tokens]`, the text; its tokens are embedded as if they had been drafted.
         """
-        network = self.network
+        network = self._eagle
         attention, window = network.midlayer.self_attn, network.config.layer.window(0)
         rows = int(chains.starts.max()) + 1
         starts = chains.starts.to(token_ids.device)
@@ -176,7 +178,7 @@ class Eagle3Objective:
         own_keys, own_values = (
             part.new_zeros(len(part), len(starts), 0, attention.head_dim) for part in text
         )
-        outputs = []
+        outputs: list[Tensor] = []
         for step in range(int(chains.steps[0])):
             if step:
                 going = chains.going(step)
@@ -196,16 +198,16 @@ class Eagle3Objective:
         return outputs
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        own = self.network.embed_tokens
+        own = self._eagle.embed_tokens
         table = self.target.embedding.detach() if own is None else own.weight
-        return embedding(token_ids, table).to(self.network.fc.weight.dtype)
+        return embedding(token_ids, table).to(self._eagle.fc.weight.dtype)
 
     @torch.no_grad()
     def _teach(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the target says behind each of `hidden` `[positions, hidden]`: probabilities over
         the draft vocabulary, `[positions, draft_vocab]`, and the likeliest token as a draft id,
         `[positions]`, -1 where it is outside."""
-        network = self.network
+        network = self._eagle
         vocab = network.config.vocab_size
         offsets = network.head.d2t
         known = (
