@@ -36,6 +36,7 @@ FLOORS = {
     "whiflash_agents.training_progress": RUNS,
     "whiflash_agents.drafter_training": RUNS,
     "whiflash_agents.drafter_card": RUNS,
+    "whiflash_agents.drafter_plan": RUNS,
     "whiflash_agents.cli": FACES,
     "whiflash_agents.cli_options": FACES,
     "whiflash_agents.cli_study": FACES,

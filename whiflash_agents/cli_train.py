@@ -29,7 +29,8 @@ from .cli_train_options import drafter_options
 
 if TYPE_CHECKING:
     from whiflash_agents.drafter_kinds import KindOptions
-    from whiflash_agents.drafter_training import DrafterTraining, TrainedDrafter
+    from whiflash_agents.drafter_plan import TrainedDrafter
+    from whiflash_agents.drafter_training import DrafterTraining
 
 # What training does not take of a study's options: there is no drafter yet, and no router.
 _NOT_IN_TRAINING = {
@@ -192,7 +193,8 @@ def _train_drafter(
     quiet: bool,
     **values: Any,
 ) -> None:
-    from whiflash_agents.drafter_training import DrafterTraining, TrainingPlan
+    from whiflash_agents.drafter_plan import TrainingPlan
+    from whiflash_agents.drafter_training import DrafterTraining
     from whiflash_agents.settings import load_settings
     from whiflash_agents.training_progress import training_progress
 

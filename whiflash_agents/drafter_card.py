@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from whiflash_agents.drafter_acceptance import Rounds
-    from whiflash_agents.drafter_training import TrainedDrafter
+    from whiflash_agents.drafter_plan import TrainedDrafter
 
 _NAMES = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
 

@@ -144,7 +144,7 @@ class Eagle3Options:
         size = self.draft_vocab
         if size is None:
             size = min(DRAFT_VOCABULARY, target.vocab_size)
-        ends = [token for token in sorted(chat.end_token_ids) if token < target.vocab_size]
+        ends = {token for token in _ends(chat) if token < target.vocab_size}
         network = new_eagle3(
             target,
             choose_vocabulary(texts, size, target.vocab_size, always=ends),
@@ -236,7 +236,7 @@ class DFlashOptions:
                 target,
                 chat.tokenizer.get_added_vocab(),
                 num_tokens=len(chat.tokenizer),
-                used=used | chat.end_token_ids,
+                used=used | _ends(chat),
             )
         network = new_dflash(
             target,
@@ -287,6 +287,10 @@ def describe(network: Any) -> dict[str, Any]:
     """A drafter's configuration and number of weights, as JSON takes it."""
     count = sum(parameter.numel() for parameter in network.parameters())
     return {"weights": count, **asdict(network.config)}
+
+
+def _ends(chat: Chat) -> set[int]:
+    return {token for token in chat.end_token_ids if isinstance(token, int)}
 
 
 def _refuse_beside_init(begin: NewNetwork, options: Mapping[str, Any]) -> None:

@@ -8,22 +8,22 @@ model card. Each stage goes on where an earlier sitting ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whiflash_agents.batch.inputs import readable_twice
-from whiflash_agents.batch.plan import InputCount, check_input, row_seed
+from whiflash_agents.batch.plan import check_input, row_seed
 from whiflash_agents.batch.session import Models, SessionSpec
-from whiflash_agents.drafter_acceptance import Acceptance, measure_acceptance
-from whiflash_agents.drafter_kinds import KindOptions, NewNetwork, describe
+from whiflash_agents.drafter_acceptance import measure_acceptance
+from whiflash_agents.drafter_kinds import NewNetwork, describe
+from whiflash_agents.drafter_plan import COMPUTED, TrainedDrafter, TrainingPlan
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.engine.request import SamplingParams
 from whiflash_agents.models import resolve_drafter, resolve_model
 from whiflash_agents.settings import Settings
 from whiflash_agents.training_folder import TrainingFolder
 from whiflash_agents.training_texts import (
-    CONCURRENCY,
     TextSet,
     check_texts,
     recorded_texts,
@@ -33,89 +33,13 @@ from whiflash_agents.training_texts import (
 
 if TYPE_CHECKING:
     from whiflash_agents.engine.training.feature_source import FeatureSource
-    from whiflash_agents.engine.training.loop import Training, TrainingLoop
+    from whiflash_agents.engine.training.loop import TrainingLoop
     from whiflash_agents.engine.training.texts import TrainingText
     from whiflash_agents.models import ModelFiles
     from whiflash_agents.training_progress import TrainingProgress
 
-COMPUTED = "computed"
 RESPONSES = "responses.jsonl"
 _MEASURED = 48  # held-out texts whose acceptance is measured, which takes a draft at every token
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """What is to be trained, on what of the traces, and how long.
-
-    Attributes:
-        network: its kind and what is particular to it.
-        output: folder of the drafter.
-        responses: file of regenerated responses; `responses.jsonl` beside `output` if None, which
-            drafters of one target in one place then share.
-        regenerate: train on the target's own answers, not on the recorded turns.
-        concurrency: turns generated at once.
-        epochs, texts_per_batch, learning_rate: as in `TrainSettings`.
-        minutes: training ends unfinished after that time.
-        checkpoint_minutes: training time between checkpoints.
-        held_out: share of the traces that is kept to judge by.
-        features: `computed`, or a folder to keep them in.
-        init: a drafter to go on from.
-        warm_start: begin with weights of the target; None is yes, unless there is an `init`.
-        max_length: longest text in tokens; the target's context if None.
-        restart: begin anew, whatever an earlier sitting left.
-        command: for the model card.
-    """
-
-    network: KindOptions
-    output: Path
-    responses: Path | None = None
-    regenerate: bool = True
-    concurrency: int = CONCURRENCY
-    epochs: float = 4.0
-    texts_per_batch: int = 4
-    learning_rate: float = 1e-3
-    minutes: float | None = None
-    checkpoint_minutes: float = 5.0
-    held_out: float = 0.05
-    features: str = COMPUTED
-    init: str | None = None
-    warm_start: bool | None = None
-    max_length: int | None = None
-    restart: bool = False
-    command: str | None = None
-
-
-@dataclass(slots=True)
-class TrainedDrafter:
-    """What came of a sitting.
-
-    Attributes:
-        plan, settings: as given.
-        target: its name.
-        traces: the files.
-        input: what was in them.
-        texts: what was made of it; without the texts themselves, `train` and `held_out` count them.
-        network: the drafter's configuration, and its number of weights.
-        training: as the loop told.
-        acceptance: by arm, on held-out texts; empty where training is unfinished, or none are held
-            out.
-        measured: texts that it was measured on.
-        machine: device, dtype and threads.
-    """
-
-    plan: TrainingPlan
-    settings: Settings
-    target: str
-    traces: list[str]
-    input: InputCount
-    texts: TextSet
-    train: int
-    held_out: int
-    network: dict[str, Any]
-    training: Training
-    machine: dict[str, Any]
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
-    measured: int = 0
 
 
 class DrafterTraining:
@@ -214,7 +138,7 @@ class DrafterTraining:
         self._check_room(source, [*train, *held_out])
         network = plan.network.new_network(models.target, train, models.chat, begin)
         # A target in bfloat16 is on a machine that is faster in it.
-        autocast = "bfloat16" if models.machine["dtype"] == "bfloat16" else "float32"
+        in_bfloat16 = models.machine["dtype"] == "bfloat16"
         identity = {
             "target": target_fingerprint(models.target),
             "drafter": plan.network.identity(),
@@ -224,7 +148,7 @@ class DrafterTraining:
         self._loop = TrainingLoop(
             plan.network.new_objective(network, models.target, source),
             train,
-            replace(self._train_settings, autocast=autocast),
+            replace(self._train_settings, autocast="bfloat16" if in_bfloat16 else "float32"),
             folder.state,
             identity=identity,
             held_out=held_out,
