@@ -153,10 +153,10 @@ def test_the_mask_is_a_token_that_no_text_has() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_a_warm_eagle3_computes_the_target_s_last_layer(architecture: str) -> None:
     own = target(architecture)
-    network = new_eagle3(own, VOCABULARY, feature_layers=(1, 2, 7))
+    network = new_eagle3(own, VOCABULARY, feature_layers=(7,))
     warm_start_eagle3(network, own)
-    found = features(own, (1, 2, 7))
-    stacked = torch.cat([found.features[i] for i in (1, 2, 7)], -1)
+    found = features(own, (7,))
+    stacked = found.features[7]
     with torch.no_grad():
         embedded = own.embedding[found.token_ids.roll(-1)]
         hidden = network(stacked, embedded, torch.arange(20))
@@ -167,7 +167,7 @@ def test_a_warm_eagle3_computes_the_target_s_last_layer(architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_a_warm_dflash_makes_the_target_s_values_of_its_last_feature(architecture: str) -> None:
+def test_a_warm_dflash_makes_the_target_s_keys_and_values_of_its_context(architecture: str) -> None:
     own = target(architecture)
     network = new_dflash(
         own, block_size=4, num_layers=3, mask_token_id=95, feature_layers=(2, 5, 6)
@@ -175,12 +175,13 @@ def test_a_warm_dflash_makes_the_target_s_values_of_its_last_feature(architectur
     warm_start_dflash(network, own)
     found = features(own, (2, 5, 6))
     stacked = torch.cat([found.features[i] for i in (2, 5, 6)], -1)
+    mean = sum(found.features.values()) / 3
     with torch.no_grad():
         rows = network.context(stacked)
         for layer, source in zip(network.layers, own.model.model.layers[5:], strict=True):
             rotation = network.rotary(torch.arange(20), rows.dtype)
             keys, values = layer.self_attn.keys_values(rows, rotation)
-            normed = source.input_layernorm(found.features[6])
+            normed = source.input_layernorm(mean)
             wanted = source.self_attn.v_proj(normed).view(20, 2, 8).transpose(0, 1)
             assert torch.allclose(values, wanted, atol=1e-4)
             key = source.self_attn.k_proj(normed).view(20, 2, 8)

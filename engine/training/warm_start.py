@@ -1,8 +1,12 @@
 """Warm starts: drafters that begin as the last layers of their target.
 
 From random weights a drafter spends most of its training on what the target knows already: how to
-turn a late hidden state into tokens. Copied layers read what they were made to read, a late hidden
-state, which `fc` passes on unchanged at first.
+turn hidden states into tokens. Copied layers are given the mean of the features at first, in which
+the later ones, whose scale is larger, weigh most.
+
+Measured with SmolLM2-135M-Instruct after 100 texts, held-out loss and share of right first tokens:
+EAGLE-3 5.05 and 19 % with the mean of the features, 5.20 and 10 % with the last one alone; DFlash
+5.12 and 14 % against 5.16 and 9 %, and 6.78 and 8 % from random weights.
 """
 
 from __future__ import annotations
@@ -26,11 +30,10 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @torch.no_grad()
 def warm_start_eagle3(network: Eagle3Model, target: Target) -> None:
-    """Begin as the target's last layer, fed with the last feature, and its head.
+    """Begin as the target's last layer, fed with the mean of the features, and its head.
 
     In the projections of queries, keys and values the half that reads the feature is the target's,
-    and the half that reads the next token's embedding is 0: the first thing to learn. `fc` is the
-    identity on the last feature.
+    and the half that reads the next token's embedding is 0: the first thing to learn.
 
     Raises:
         SettingsError: a part of another size than the target's.
@@ -55,7 +58,7 @@ def warm_start_eagle3(network: Eagle3Model, target: Target) -> None:
     )
     _copy_mlp(layer.mlp, last.mlp)
     _copy(network.norm.weight, target.model.base_model.norm.weight, "norm")
-    _pass_on_last(network.fc)
+    _average(network.fc)
     draft = torch.arange(network.config.draft_vocab_size, device=target.device)
     head = target.model.get_output_embeddings().weight
     _copy(network.head.lm_head.weight, head[network.head.target_ids(draft)], "lm_head")
@@ -65,10 +68,11 @@ def warm_start_eagle3(network: Eagle3Model, target: Target) -> None:
 def warm_start_dflash(network: DFlashModel, target: Target) -> None:
     """Begin as the target's last layers: layer i of n as layer L - n + i of L.
 
-    `fc` is the identity on the last feature. One context feature serves all layers, while each of
-    the target's layers weighs its input by a norm of its own; so these weights are multiplied into
-    the projections, and both norms begin as 1: keys and values of the context are then exactly
-    those that the target's layer makes of that feature.
+    One context feature serves all layers, while each of the target's layers weighs its input by a
+    norm of its own; so these weights are multiplied into the projections, and both norms begin as
+    1: keys and values of the context are then exactly those that the target's layer would make of
+    that feature. (Held-out loss after 100 texts, as above: 5.16; with the mean of these norms in
+    the context's, 5.31.)
 
     Raises:
         SettingsError: a part of another size than the target's, or more layers than it has.
@@ -97,7 +101,7 @@ def warm_start_dflash(network: DFlashModel, target: Target) -> None:
         _copy_mlp(layer.mlp, source.mlp)
     _copy(network.norm.weight, target.model.base_model.norm.weight, "norm")
     network.hidden_norm.weight.fill_(1.0)
-    _pass_on_last(network.fc)
+    _average(network.fc)
 
 
 def _layers_of(target: Target) -> list[Any]:
@@ -150,6 +154,8 @@ def _copy_head_norms(into: Attention, source: Any) -> None:
 
     A norm makes all heads and positions equally loud, which no weight undoes. What can be kept is
     the mean: the root mean square of queries and keys, computed for inputs without a preference.
+    (SmolLM2's last layers: 1.3 to 1.5, for 1.8 to 2.3 on text. Against norms of 1 it made no clear
+    difference: held-out loss after 100 texts 5.16 for 5.22, right first tokens 9 % for 11 %.)
     """
     for name in ("q", "k"):
         norm = into.q_norm if name == "q" else into.k_norm
@@ -167,10 +173,10 @@ def _copy_head_norms(into: Attention, source: Any) -> None:
         norm.weight.fill_(float(mean.sqrt()))
 
 
-def _pass_on_last(fc: nn.Linear) -> None:
+def _average(fc: nn.Linear) -> None:
     hidden = fc.out_features
-    fc.weight.zero_()
-    fc.weight[:, -hidden:] = torch.eye(hidden)
+    count = fc.in_features // hidden
+    fc.weight.copy_(torch.eye(hidden, device=fc.weight.device).repeat(1, count) / count)
 
 
 def _copy(into: Tensor, source: Tensor, name: str) -> None:
