@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 
@@ -382,3 +383,26 @@ def test_a_replayed_turn_costs_few_rounds_even_after_a_divergence() -> None:
     changed = rounds([*answer[:30], other, *answer[31:]])
     assert len(changed) <= len(same) + 6
     assert len(rounds([])) > 2 * len(changed)
+
+
+def test_a_copy_and_its_original_learn_their_own_rows() -> None:
+    def finish(drafter: LookupDrafter, row: list[int]) -> None:
+        state = sequence(row[:1], row[1:], key="row")
+        drafter.open(state)
+        drafter.close(state)
+
+    def proposed(drafter: LookupDrafter, prompt: list[int]) -> list[int]:
+        tree = draft(drafter, sequence(prompt, key="asked"), opened=False)
+        return tree.tokens[1:3]
+
+    drafter = LookupDrafter()
+    finish(drafter, [1, 2, 3, 4])
+    other = copy.deepcopy(drafter)
+    assert other._young is drafter._young  # large, and the same until one of them learns more
+    finish(other, [5, 6, 7, 8])
+    assert proposed(other, [5, 6]) == [7, 8]
+    assert proposed(drafter, [5, 6]) == []
+    finish(drafter, [9, 10, 11, 12])
+    assert proposed(drafter, [9, 10]) == [11, 12]
+    assert proposed(other, [9, 10]) == []
+    assert proposed(other, [1, 2]) == proposed(drafter, [1, 2]) == [3, 4]

@@ -7,9 +7,11 @@ sequence that occurs in a source says where to copy from. No model is involved.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +45,12 @@ class SuffixIndex:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuffixIndex:
+        copied = SuffixIndex()
+        copied.tokens = self.tokens.copy()
+        copied._tables = {order: table.copy() for order, table in self._tables.items()}
+        return copied
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append `tokens`, keeping for each suffix its latest position.
@@ -155,6 +163,18 @@ class LookupDrafter:
         self._states: dict[str, _State] = {}
         self._young = SuffixIndex()
         self._old = SuffixIndex()
+        self._borrowed = False  # whether a copy has the same index of finished rows
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LookupDrafter:
+        """A drafter that goes its own way from here. The index of finished rows, which is large and
+        grows between rows only, is copied when one of the two closes a row."""
+        copied = LookupDrafter(
+            max_tokens=self.max_tokens, width=self.width, shared_tokens=self.shared_tokens
+        )
+        copied._states = copy.deepcopy(self._states, memo)
+        copied._young, copied._old = self._young, self._old
+        self._borrowed = copied._borrowed = True
+        return copied
 
     # Life of a sequence ----------------------------------------------------------------------
 
@@ -175,6 +195,9 @@ class LookupDrafter:
             row = [_SEPARATOR, *row][:half]
             if len(self._young) + len(row) > half:
                 self._old, self._young = self._young, SuffixIndex()
+            elif self._borrowed:
+                self._young = copy.deepcopy(self._young)
+            self._borrowed = False
             self._young.extend(row)
 
     def backlog(self, sequence: SequenceState) -> int:

@@ -107,7 +107,7 @@ class RoundLabeller:
     Args:
         target: the model that wrote the texts.
         drafters: by arm. Neural ones serve one engine or labeller each (build them anew; they may
-            share loaded models); the others are left as they are.
+            share loaded models); the others are left as they are until `finish`.
         max_length: longest prompt and output together; the target's context if None.
         max_draft_nodes: as in `EngineSettings`.
         prefill_chunk: tokens of a text per forward.
@@ -223,6 +223,21 @@ class RoundLabeller:
                 sequence = self._sequence(request, prompt, 0)
                 self._draft_alone(drafter, sequence, output, limits, labels, column)
         return labels
+
+    def finish(self, request: Request, output_ids: Sequence[int]) -> None:
+        """Let the drafters without a context know a row that is done, as in an engine: those that
+        draft from finished rows find it from the next label on.
+
+        Raises:
+            RequestError, ContextLengthError: as `label`.
+        """
+        prompt, output = self._check(request, output_ids)
+        for arm, drafter in self.drafters.items():
+            if arm not in self._contexts:
+                sequence = self._sequence(request, prompt, 0)
+                drafter.open(sequence)
+                sequence.tokens = prompt + output
+                drafter.close(sequence)
 
     def _check(self, request: Request, output_ids: Sequence[int]) -> tuple[list[int], list[int]]:
         prompt, output = list(map(index, request.prompt_ids)), list(map(index, output_ids))
