@@ -151,7 +151,7 @@ class Target:
                 "is one for a hub name"
             )
         try:
-            with _quiet_transformers():
+            with quiet_transformers():
                 model, report = AutoModelForCausalLM.from_pretrained(
                     str(path),
                     dtype=getattr(torch, dtype),
@@ -340,7 +340,7 @@ class Target:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and no reports: what matters of them becomes an error of ours."""
     from transformers.utils import logging as transformers_logging
 

@@ -127,8 +127,10 @@ def test_files_that_do_not_fit_are_refused_with_both_values(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="'hidden_size' is 24, expected 32"):
         load_acceptance(path, hidden_size=32)
     save_router(NeuralRouter(RouterHead(HIDDEN)), path)
-    with pytest.raises(CheckpointError, match="'kind' is 'neural', expected 'acceptance'"):
+    with pytest.raises(CheckpointError, match="'kind' is 'neural', expected 'acceptance'") as wrong:
         load_acceptance(path, hidden_size=HIDDEN)
+    assert "trained for router neural, and router cost-aware was asked" in str(wrong.value)
+    assert "train router --kind cost-aware`, or route with --router neural" in str(wrong.value)
     save_acceptance(AcceptanceHead(HIDDEN, ("a", NONE)), path)
     with pytest.raises(CheckpointError, match=r"'arms' is \['a', 'none'\]"):
         load_acceptance(path, hidden_size=HIDDEN)

@@ -6,7 +6,7 @@ the threshold stands for the difference in what they cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import SettingsError
 from ..sequence import SequenceState
 from .two_arms import TwoArmRouter
-from .weights import read_router, write_router
+from .weights import MadeFor, read_router, write_router
 
 _KIND = "neural"
 
@@ -87,8 +87,11 @@ class NeuralRouter(TwoArmRouter):
         return values
 
 
-def save_router(router: NeuralRouter, path: str | Path) -> None:
-    """Write the head, its arms and its threshold to a safetensors file.
+def save_router(
+    router: NeuralRouter, path: str | Path, made_for: Mapping[str, MadeFor] | None = None
+) -> None:
+    """Write the head, its arms and its threshold to a safetensors file, and the target and drafters
+    that it was trained for.
 
     Raises:
         OutputError: it cannot be written.
@@ -99,7 +102,7 @@ def save_router(router: NeuralRouter, path: str | Path) -> None:
         "arms": list(router.arms),
         "threshold": router.threshold,
     }
-    write_router(Path(path), fields, router.head)
+    write_router(Path(path), fields, router.head, made_for)
 
 
 def load_router(

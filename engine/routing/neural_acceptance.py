@@ -6,7 +6,7 @@ outputs can follow a text that training did not know.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from ..telemetry import RoundRecord
 from .acceptance import RecentAcceptance
 from .base import NONE
 from .signals import Signals
-from .weights import read_router, write_router
+from .weights import MadeFor, read_router, write_router
 
 _KIND = "acceptance"
 
@@ -110,14 +110,17 @@ class NeuralAcceptance:
         self._recent.close(sequence)
 
 
-def save_acceptance(head: AcceptanceHead, path: str | Path) -> None:
-    """Write the head and its arms to a safetensors file.
+def save_acceptance(
+    head: AcceptanceHead, path: str | Path, made_for: Mapping[str, MadeFor] | None = None
+) -> None:
+    """Write the head and its arms to a safetensors file, and the target and drafters that it was
+    trained for.
 
     Raises:
         OutputError: it cannot be written.
     """
     fields = {"kind": _KIND, "hidden_size": head.hidden_size, "arms": list(head.arms)}
-    write_router(Path(path), fields, head)
+    write_router(Path(path), fields, head, made_for)
 
 
 def load_acceptance(

@@ -7,9 +7,11 @@ the target is refused by name: a router that loads wrongly still routes, only ba
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,34 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, OutputError
 
 _FIELD = "whiflash_router"  # of the file's header
+_ROUTERS = {"neural": "neural", "acceptance": "cost-aware"}  # kind of file -> router it is for
 
 
-def write_router(path: Path, fields: Mapping[str, Any], module: nn.Module) -> None:
+@dataclass(frozen=True, slots=True)
+class MadeFor:
+    """One of the models that a router was trained for.
+
+    Attributes:
+        name: for people.
+        identity: of its weights (`training.identity.network_identity`), whatever it is called.
+    """
+
+    name: str
+    identity: str
+
+
+def write_router(
+    path: Path,
+    fields: Mapping[str, Any],
+    module: nn.Module,
+    made_for: Mapping[str, MadeFor] | None = None,
+) -> None:
     """Write a router's tensors, in float32, and `fields` to one file, which appears whole or not
     at all.
 
     Args:
         fields: at least `kind`, `hidden_size` and `arms`; JSON values.
+        made_for: the target (`target`) and the drafters by network, if it is known.
 
     Raises:
         OutputError: the file cannot be written.
@@ -38,12 +60,15 @@ def write_router(path: Path, fields: Mapping[str, Any], module: nn.Module) -> No
         name: tensor.detach().float().cpu().contiguous()
         for name, tensor in module.state_dict().items()
     }
+    header = dict(fields)
+    if made_for is not None:
+        header["made_for"] = {part: asdict(model) for part, model in made_for.items()}
     temporary: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         os.close(handle)
-        save_file(tensors, temporary, metadata={_FIELD: json.dumps(dict(fields), sort_keys=True)})
+        save_file(tensors, temporary, metadata={_FIELD: json.dumps(header, sort_keys=True)})
         umask = os.umask(0o022)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # temporary files are for the owner alone
@@ -70,8 +95,61 @@ def read_router(path: Path, *, kind: str, hidden_size: int) -> tuple[dict[str, A
         CheckpointError: it is missing, damaged, no router, another kind of router, or made for a
             target of another width.
     """
+    fields, tensors = _read(path)
+    weights = Weights(path, fields, tensors)
+    found, wanted = _ROUTERS.get(str(fields.get("kind"))), _ROUTERS.get(kind, kind)
+    if fields.get("kind") != kind:
+        whose = f"it was trained for router {found}" if found else "no router is known for it"
+        other = f", or route with --router {found}" if found else ""
+        raise CheckpointError(
+            f"{path}: field 'kind' is {fields.get('kind')!r}, expected {kind!r}: {whose}, and "
+            f"router {wanted} was asked for. Train one with `whiflash-batch train router --kind "
+            f"{wanted}`{other}"
+        )
+    weights.must_equal("hidden_size", hidden_size, "the target's hidden size")
+    arms = fields.get("arms")
+    if not isinstance(arms, list) or not arms or not all(isinstance(a, str) for a in arms):
+        raise weights.error("arms", "a list of names of drafters")
+    return fields, weights
+
+
+def router_of(path: str | Path) -> str | None:
+    """The router that a file is for (`neural`, `cost-aware`); None for a kind that is not known.
+    Only the header is read.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or no router.
+    """
+    fields, _ = _read(Path(path), tensors=False)
+    return _ROUTERS.get(str(fields.get("kind")))
+
+
+def models_of(path: str | Path) -> dict[str, MadeFor]:
+    """What a router was trained for: `target`, and the drafters by network. Empty where the file
+    does not say so. Only the header is read.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or no router.
+    """
+    fields, _ = _read(Path(path), tensors=False)
+    told = fields.get("made_for", {})
+    try:
+        return {part: MadeFor(str(its["name"]), str(its["identity"])) for part, its in told.items()}
+    except (AttributeError, TypeError, KeyError):
+        raise Weights(Path(path), fields, {}).error(
+            "made_for", "a name and an identity per model"
+        ) from None
+
+
+def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and, if asked for, tensors of a file of whatever kind."""
     from safetensors import SafetensorError, safe_open
 
+    if path.is_dir():
+        raise CheckpointError(
+            f"router file {str(path)!r} is a folder; give the file that `whiflash-batch train "
+            "router` wrote (--router-weights FILE)"
+        )
     if not path.is_file():
         raise CheckpointError(
             f"router file {str(path)!r} is not there; train one (`whiflash-batch train router`) or "
@@ -80,7 +158,8 @@ def read_router(path: Path, *, kind: str, hidden_size: int) -> tuple[dict[str, A
     try:
         with safe_open(path, framework="pt") as content:
             header = (content.metadata() or {}).get(_FIELD)
-            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+            names = content.keys() if tensors else ()
+            found = {name: content.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read as safetensors ({error}): it is damaged or no router file; "
@@ -95,13 +174,7 @@ def read_router(path: Path, *, kind: str, hidden_size: int) -> tuple[dict[str, A
             f"{path}: header field {_FIELD!r} is {header!r}, expected a JSON object: these are "
             "weights of something else. Give a file that `whiflash-batch train router` wrote"
         )
-    weights = Weights(path, fields, tensors)
-    weights.must_equal("kind", kind, "the router that was asked for")
-    weights.must_equal("hidden_size", hidden_size, "the target's hidden size")
-    arms = fields.get("arms")
-    if not isinstance(arms, list) or not arms or not all(isinstance(a, str) for a in arms):
-        raise weights.error("arms", "a list of names of drafters")
-    return fields, weights
+    return fields, found
 
 
 class Weights:
@@ -128,9 +201,10 @@ class Weights:
             raise self.error(field, f"{value!r} ({whose})")
 
     def number(self, field: str) -> float:
-        """Raises: CheckpointError: the field is no number."""
+        """Raises: CheckpointError: the field is no finite number."""
         value = self.fields.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
             raise self.error(field, "a number")
         return float(value)
 

@@ -37,6 +37,12 @@ def network_fingerprint(network: nn.Module) -> str:
     return _digest([], network)
 
 
+def network_identity(network: nn.Module) -> str:
+    """The same, but equal for the same weights in float32 and in bfloat16: for what holds for a
+    network in either (thresholds, routers)."""
+    return _digest([], network, torch.bfloat16)
+
+
 def texts_fingerprint(texts: Iterable[TrainingText]) -> str:
     """A hash over ids, tokens and responses of the texts, in their order."""
     digest = hashlib.blake2b(digest_size=16)
@@ -66,17 +72,20 @@ def _canonical(values: Any) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def _digest(parts: Iterable[str], model: nn.Module) -> str:
+def _digest(parts: Iterable[str], model: nn.Module, dtype: torch.dtype | None = None) -> str:
+    """`dtype` is what floating-point values are rounded to first; None leaves them as they are."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part.encode())
     for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(_sample(tensor))
+        values = _sample(tensor)
+        if dtype is not None and values.is_floating_point():
+            values = values.to(dtype)
+        digest.update(f"{name} {tuple(tensor.shape)} {values.dtype}".encode())
+        digest.update(values.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _sample(tensor: Tensor) -> bytes:
+def _sample(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
-    step = max(1, len(flat) // _SAMPLED)
-    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return flat[:: max(1, len(flat) // _SAMPLED)]
