@@ -73,7 +73,7 @@ def test_bench_writes_what_other_programs_read_and_prints_tables(
 
 
 def test_labels_reproduce_what_the_arms_really_accepted(folder: Path) -> None:
-    """The oracle's single arms are the arms as they ran (a lookup without the rows before)."""
+    """The oracle's single arms are the arms as they ran, lookup with the rows before it."""
     settings = Settings.of(
         **{name: str(folder / name) for name in ("target", "eagle3", "dflash")},
         workers=0,
@@ -81,7 +81,7 @@ def test_labels_reproduce_what_the_arms_really_accepted(folder: Path) -> None:
     )
     running = Bench(settings, progress=SilentProgress())
     figures = running.run([folder / "traces.jsonl"])
-    for arm in ("eagle3", "dflash", "ddtree"):
+    for arm in ("eagle3", "dflash", "ddtree", "lookup"):
         single = figures["oracle"]["by_rounds"]["single"][arm]
         assert single["rounds"] == figures["arms"][arm]["rounds"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import drafter_folder
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from whiflash_agents.batch import LocalRunner, WhiFlashBatch, generated_part
 from whiflash_agents.calibration import FILE, Calibration, Threshold, find_thresholds
@@ -19,6 +21,8 @@ from whiflash_agents.cli import main
 from whiflash_agents.engine.costs import CostModel, CostTable, Curve
 from whiflash_agents.engine.errors import CheckpointError
 from whiflash_agents.engine.routing.labels import RoundLabels
+from whiflash_agents.engine.routing.neural import NeuralRouter, RouterHead, save_router
+from whiflash_agents.engine.routing.neural_acceptance import AcceptanceHead, save_acceptance
 from whiflash_agents.settings import Settings
 
 
@@ -94,23 +98,96 @@ def test_calibrate_keeps_thresholds_that_runs_then_use(folder: Path, tmp_path: P
     assert engine["entropy_threshold"] == value
     assert rows == rows_of(folder, router="none")[0]
     assert rows_of(folder, router="entropy", entropy_threshold=2.5)[1]["entropy_threshold"] == 2.5
-    # Not for another EAGLE-3 drafter.
-    shutil.copytree(folder / "eagle3", tmp_path / "another")
-    other = rows_of(folder, router="entropy", eagle3=str(tmp_path / "another"))
-    assert other[1]["entropy_threshold"] == 0.5
+    # It holds for the weights, whatever their folder is called and whatever dtype they are in.
+    shutil.copytree(folder / "eagle3", tmp_path / "renamed")
+    same = {"eagle3": str(tmp_path / "renamed"), "dtype": "bfloat16"}
+    assert rows_of(folder, router="entropy", **same)[1]["entropy_threshold"] == value
+    # Not for another drafter, though the folder has the same name.
+    other = another_eagle3(folder, tmp_path / "eagle3")
+    engine = rows_of(folder, router="entropy", eagle3=str(other))[1]
+    assert engine["entropy_threshold"] == 0.5
+    (note,) = engine["notes"]
+    assert "router entropy: threshold 0.5 nats (the default; the calibration in" in note
+    assert re.search(r"for other models: eagle3 'eagle3' \(\w{8}\), here 'eagle3' \(", note)
     (folder / "dflash" / FILE).unlink()
 
 
-def test_a_damaged_calibration_is_told(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{}")
-    with pytest.raises(CheckpointError, match=f"{FILE} is no calibration"):
-        Calibration.load(tmp_path, target="t", eagle3="e")
-    threshold = Threshold(0.7, 10.0, 2.0, [[0.7, 10.0]])
-    Calibration("t", "e", 3, {"all": threshold}).save(tmp_path)
-    found = Calibration.load(tmp_path, target="t", eagle3="e")
-    assert found is not None
-    assert found.entropy == {"all": threshold}
-    assert Calibration.load(tmp_path, target="t", eagle3="x") is None
+def another_eagle3(folder: Path, place: Path) -> Path:
+    """A copy of the EAGLE-3 drafter with one number changed."""
+    shutil.copytree(folder / "eagle3", place)
+    tensors = load_file(place / "model.safetensors")
+    tensors["fc.weight"][0, 0] += 1.0
+    save_file(tensors, place / "model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "(the default; no calibration of this pair in"),
+        (["--entropy-threshold", "0.25"], "threshold 0.25 nats (as --entropy-threshold says)"),
+        (["--config", "run.toml"], "0.125 nats (as run.toml: [routing] entropy_threshold says)"),
+    ],
+)
+def test_a_run_tells_its_entropy_threshold_and_where_it_is_from(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[routing]\nentropy_threshold = 0.125\n")
+    few = ("--workers", "0", "--max-tokens", "2", "--limit", "1", *places(folder), *settings)
+    result = invoke("run", str(folder / "traces.jsonl"), "--router", "entropy", *few)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("router entropy: threshold") == 1
+    assert told in result.stderr
+
+
+MODELS = {"target": "t", "eagle3": "e", "dflash": "d"}
+THRESHOLD = {"value": 0.7, "tokens_per_second": 10.0, "mean_acceptance_length": 2.0, "tried": []}
+WHOLE = {"models": MODELS, "identity": MODELS, "rows": 3, "entropy": {"all": THRESHOLD}}
+
+
+def test_a_calibration_is_read_as_it_was_kept(tmp_path: Path) -> None:
+    kept = Calibration(MODELS, MODELS, 3, {"all": Threshold(0.7, 10.0, 2.0, [[0.7, 10.0]])})
+    assert Calibration.load(tmp_path) is None
+    kept.save(tmp_path)
+    assert Calibration.load(tmp_path) == kept
+    assert kept.unlike(MODELS) == []
+    assert kept.unlike(MODELS | {"eagle3": "x"}) == ["eagle3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"models": None}, "models is missing, expected a JSON object"),
+        ({"identity": {"target": 3}}, "identity.target is 3, expected a text"),
+        ({"rows": "many"}, 'rows is "many", expected a number of texts'),
+        ({"entropy": {}}, "entropy.all is missing, expected the threshold over all texts"),
+        ({"entropy": {"all": 0.5}}, "entropy.all is 0.5, expected a JSON object"),
+        (
+            {"entropy": {"all": THRESHOLD | {"value": math.nan}}},
+            "entropy.all.value is NaN, expected a finite number",
+        ),
+        (
+            {"neural": {"all": {"threshold": 1}}},
+            "neural.all.value is missing, expected a number",
+        ),
+    ],
+)
+def test_a_damaged_calibration_is_told_by_its_field(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    (tmp_path / FILE).write_text(json.dumps(WHOLE | change))
+    with pytest.raises(CheckpointError) as refused:
+        Calibration.load(tmp_path)
+    assert f"{tmp_path / FILE} is damaged: {told}" in str(refused.value)
+    assert "run whiflash-batch calibrate again" in str(refused.value)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(CheckpointError, match="it is no JSON; remove the file"):
+        Calibration.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["neural", "cost-aware"])
@@ -129,7 +206,57 @@ def test_a_trained_router_routes_a_run_whose_output_is_the_same(
     assert engine["engine"]["route_seconds"] > 0
     again = invoke("train", "router", traces, "-o", str(output), *arguments)
     assert again.exit_code == 2
-    assert "exists already" in again.stderr
+    assert "already holds something" in again.stderr
+    # It says what it was trained for, and a run with something else warns.
+    assert "notes" not in engine or not any("warning" in note for note in engine["notes"])
+    other = str(another_eagle3(folder, tmp_path / "eagle3"))
+    notes = rows_of(folder, router=kind, router_weights=str(output), eagle3=other)[1]["notes"]
+    (warning,) = (note for note in notes if note.startswith("warning"))
+    assert f"router {output} was trained for other models" in warning
+    assert re.search(r"eagle3 'eagle3' \(\w{8}\), here 'eagle3' \(\w{8}\)", warning)
+    assert "target" not in warning
+
+
+def test_a_router_that_does_not_say_what_it_was_trained_for_is_used_without_a_word(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "router.safetensors"
+    save_router(NeuralRouter(RouterHead(32)), path)
+    (note,) = rows_of(folder, router="neural", router_weights=str(path))[1]["notes"]
+    assert note.startswith("router neural: threshold that of its weights; no calibration")
+
+
+@pytest.mark.parametrize("kind", ["neural", "cost-aware"])
+def test_a_bench_and_a_calibration_give_weights_to_the_router_that_they_are_for(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    weights = tmp_path / "router.safetensors"
+    if kind == "neural":
+        save_router(NeuralRouter(RouterHead(32)), weights)
+    else:
+        save_acceptance(AcceptanceHead(32, ("lookup", "eagle3", "dflash", "ddtree")), weights)
+    few = ["--max-tokens", "6", *places(folder), f"--router-weights={weights}"]
+    traces, output = str(folder / "traces.jsonl"), tmp_path / "bench.json"
+    result = invoke("bench", traces, "-o", str(output), *few, "--no-oracle")
+    assert result.exit_code == 0, result.stderr
+    assert ("neural" in json.loads(output.read_text())["arms"]) is (kind == "neural")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    found = invoke("calibrate", traces, "-o", str(kept), *few)
+    if kind == "neural":
+        assert found.exit_code == 0, found.stderr
+        assert json.loads((kept / FILE).read_text())["neural"]["all"]["value"]
+    else:
+        assert found.exit_code == 2
+        assert "they are for router cost-aware, which has no threshold" in found.stderr
+
+
+def test_a_setting_without_effect_is_told(folder: Path) -> None:
+    few = ["--workers", "0", "--max-tokens", "2", "--limit", "1", "--router", "none"]
+    place = f"--target={folder / 'target'}"
+    result = invoke("run", str(folder / "traces.jsonl"), *few, place, "--exploration", "0.3")
+    assert result.exit_code == 0
+    assert "without effect under router none: --exploration" in result.stderr
 
 
 @pytest.mark.parametrize("router", ["entropy", "cost-aware"])
@@ -155,6 +282,10 @@ def test_costs_are_kept_between_runs_and_measured_anew_when_asked(folder: Path) 
         (["--router", "neural"], "needs a trained router"),
         (["--router", "entropy", "--no-recorded-drafts"], "drafts with an EAGLE-3 checkpoint"),
         (["--router", "cost-aware", "--router-weights", "./nowhere"], "nowhere"),
+        (["--router", "cost-aware", "--router-weights", "."], "'.' is a folder; give the file"),
+        (["--exploration", "nan"], "--exploration: nan is not valid"),
+        (["--exploration", "2"], "--exploration: 2.0 is not valid"),
+        (["--entropy-threshold", "inf"], "--entropy-threshold: inf is not valid"),
     ],
 )
 def test_what_a_router_lacks_is_told(folder: Path, arguments: list[str], told: str) -> None:

@@ -9,18 +9,18 @@ round of the rows' own text (`engine/routing/labels.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from whiflash_agents.batch.figures import Speculation
+from whiflash_agents.batch.inputs import readable_twice
 from whiflash_agents.batch.plan import Row, check_input, plan_trace
 from whiflash_agents.batch.session import EngineSession, Models, SessionSpec, build_session
+from whiflash_agents.bench_figures import BenchRow, Contender, Failures
 from whiflash_agents.bench_peers import Prompt, run_transformers
-from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.errors import SettingsError, TraceError, WhiFlashError
 from whiflash_agents.models import resolve_drafter, resolve_model
 from whiflash_agents.settings import ARM_NETWORKS, ROUTER_ARMS, Settings
 from whiflash_agents.traces import read_traces
@@ -29,83 +29,10 @@ if TYPE_CHECKING:
     from whiflash_agents.batch.progress import Progress
     from whiflash_agents.engine.costs import CostModel
     from whiflash_agents.engine.routing.labels import RoundLabels
+    from whiflash_agents.engine.routing.weights import MadeFor
 
 ROUTERS = ("entropy", "neural", "cost-aware")
 _TELL_SECONDS = 5.0
-
-
-@dataclass(slots=True)
-class Contender:
-    """What one arm or router did with the rows that all of them generated."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    rates: list[float] = field(default_factory=list)  # tokens per second, row by row
-    round_seconds: list[float] = field(default_factory=list)
-    switch_seconds: float = 0.0
-    switches: int = 0
-    pooled: Speculation = field(default_factory=Speculation)
-    by_span: dict[str, Speculation] = field(default_factory=dict)
-    by_category: dict[str, Speculation] = field(default_factory=dict)
-    by_drafter: dict[str, Speculation] = field(default_factory=dict)
-
-    def add(self, output: dict[str, Any], category: str) -> None:
-        """Count an output row that carries its rounds."""
-        extra = output["whiflash"]
-        figures = extra["speculative_decoding"]
-        tokens = output["response"]["body"]["usage"]["completion_tokens"]
-        self.tokens += tokens
-        self.seconds += extra["seconds"]
-        self.rates.append(tokens / extra["seconds"])
-        self.round_seconds += [r["round_seconds"] for r in extra["rounds"]]
-        self.switch_seconds += sum(r["catch_up_seconds"] for r in extra["rounds"] if r["switched"])
-        self.switches += figures["num_switches"]
-        self.pooled.add(figures)
-        self.by_category.setdefault(category, Speculation()).add(figures)
-        for mine, theirs in (
-            (self.by_span, figures["by_span"]),
-            (self.by_drafter, figures["by_drafter"]),
-        ):
-            for name, group in theirs.items():
-                mine.setdefault(name, Speculation()).add(group)
-
-    def as_dict(self, engine: dict[str, Any]) -> dict[str, Any]:
-        """Its part of `bench.json`; `engine` are its engine's totals."""
-        rounds = sorted(self.round_seconds)
-        total = sum(rounds)
-        return {
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
-            "rounds": self.pooled.steps,
-            "mean_acceptance_length": self.pooled.mean_acceptance_length,
-            "round_ms": {
-                "p50": 1e3 * rounds[len(rounds) // 2] if rounds else 0.0,
-                "p95": 1e3 * rounds[int(len(rounds) * 0.95)] if rounds else 0.0,
-            },
-            "num_switches": self.switches,
-            "switch_overhead": self.switch_seconds / total if total else 0.0,
-            "router_overhead": engine["route_seconds"] / engine["step_seconds"],
-            "by_span": {name: group.as_dict() for name, group in self.by_span.items()},
-            "by_category": {name: group.as_dict() for name, group in self.by_category.items()},
-            "by_drafter": {name: group.as_dict() for name, group in self.by_drafter.items()},
-            "engine": engine,
-        }
-
-
-@dataclass(slots=True)
-class BenchRow:
-    """One row that all contenders generated."""
-
-    row: Row
-    category: str
-    outputs: dict[str, dict[str, Any]]
-
-    @property
-    def identical(self) -> bool:
-        """Whether all contenders generated the same tokens."""
-        ids = [output["whiflash"]["token_ids"] for output in self.outputs.values()]
-        return all(other == ids[0] for other in ids)
 
 
 class Bench:
@@ -117,6 +44,12 @@ class Bench:
         oracle: label every arm at every round, for the oracles; takes about as long as drafting
             once per arm and output token.
         contenders: who generates, `none` among them; everybody who can if None.
+
+    Attributes:
+        rows: those that all contenders generated.
+        labels: of `rows`, with `oracle`.
+        failures: the other rows.
+        interrupted: whether it was stopped before it had done everything.
 
     Raises:
         SettingsError: workers are asked for.
@@ -138,7 +71,10 @@ class Bench:
         self.settings = settings
         self.rows: list[BenchRow] = []
         self.labels: list[RoundLabels] = []
-        self.failed = 0
+        self.failures = Failures()
+        self.interrupted = False
+        self._working = self._stopping = False
+        self._trained_router: str | None = None
         self._progress = progress
         self._oracle = oracle
         self._contenders = contenders
@@ -164,31 +100,87 @@ class Bench:
         for name in ROUTERS:
             needed = ROUTER_ARMS[name]
             ready = needed is None or all(ARM_NETWORKS[arm] in given for arm in needed)
-            if ready and (name != "neural" or self.settings.routing.router_weights is not None):
+            if ready and (name != "neural" or self.trained_router() == "neural"):
                 routers.append(name)
         return ["none", *arms, *routers]
 
-    def run(self, traces: Sequence[str | Path]) -> dict[str, Any]:
-        """Generate all rows with all contenders; returns the content of `bench.json`.
+    def trained_router(self) -> str | None:
+        """The router that the weights given are for; None without any.
 
         Raises:
-            TraceError, and what loading models raises, before anything is generated.
+            CheckpointError: they are missing, damaged, or of a kind that is not known.
+        """
+        weights = self.settings.routing.router_weights
+        if weights is not None and self._trained_router is None:
+            from whiflash_agents.engine.routing.weights import router_of
+
+            self._trained_router = router_of(weights)
+        return self._trained_router
+
+    def stop(self) -> bool:
+        """End after the turn at hand, with figures of those that are done; may be called by a
+        signal's handler. False if there is no such turn: nothing is being generated."""
+        self._stopping = self._working
+        return self._working
+
+    def run(
+        self,
+        traces: Sequence[str | Path],
+        *,
+        keep: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Generate all rows with all contenders; returns the content of `bench.json`.
+
+        Args:
+            keep: given what there is of it whenever much work is done, and when no more will come.
+
+        Raises:
+            TraceError, SettingsError, and what loading models raises, before anything is generated:
+            also if there is no turn to generate. WhiFlashError: an engine failed.
         """
         settings = self.settings
-        self._progress.phase("checking the input")
-        counted = check_input(
-            traces, settings.run.mode, format=settings.run.format, limit=settings.run.limit
-        )
-        names = list(self._contenders or self.contenders())
-        models, specs = self._load(names)
-        self._sessions = {
-            name: build_session(spec, models, self._progress.phase) for name, spec in specs.items()
-        }
-        self._generate(traces, names, counted.rows)
-        self.models, self.path = models, specs["none"].path
+        kept = keep or (lambda figures: None)
+        with readable_twice(traces) as paths:
+            self._progress.phase("checking the input")
+            counted = check_input(
+                paths,
+                settings.run.mode,
+                format=settings.run.format,
+                limit=settings.run.limit,
+                names=[str(trace) for trace in traces],
+            )
+            if not counted.rows:
+                raise TraceError(
+                    f"{', '.join(map(str, traces))}: no trace holds an assistant turn to replay, "
+                    "so there is nothing to generate; give other traces, or write the next turns "
+                    "with --mode continue"
+                )
+            names = list(self._contenders or self.contenders())
+            if not self._contenders and self.trained_router() not in (None, *names):
+                self._progress.phase(
+                    f"without effect: --router-weights, which are for router "
+                    f"{self.trained_router()}, and that needs eagle3 and dflash"
+                )
+            models, specs = self._load(names)
+            self._sessions = {
+                name: build_session(spec, models, self._progress.phase)
+                for name, spec in specs.items()
+            }
+            self.models, self.path = models, specs["none"].path
+            self._working = True
+            try:
+                self._generate(paths, names, counted.rows)
+            except (WhiFlashError, KeyboardInterrupt):
+                self.interrupted = True
+                if self.rows:
+                    kept(self._figures(names, models))
+                raise
         figures = self._figures(names, models)
+        kept(figures)
         if self._oracle and self.rows:
             figures["oracle"] = self._oracles(models)
+            figures["interrupted"] = self.interrupted
+            kept(figures)
         return figures
 
     def _load(self, names: Sequence[str]) -> tuple[Models, dict[str, SessionSpec]]:
@@ -206,7 +198,11 @@ class Bench:
     def _spec(self, contender: str) -> SessionSpec:
         engine = self.settings.engine.model_copy(update={"router": contender, "concurrency": 1})
         run = self.settings.run.model_copy(update={"rounds": True})
-        mine = self.settings.model_copy(update={"engine": engine, "run": run})
+        changes: dict[str, Any] = {"engine": engine, "run": run}
+        if self.trained_router() not in (contender, None):  # the weights are another router's
+            routing = self.settings.routing.model_copy(update={"router_weights": None})
+            changes["routing"] = routing
+        mine = self.settings.model_copy(update=changes)
         paths = {network: self._paths[network] for network in mine.networks}
         return SessionSpec.of(mine, self._model, paths)
 
@@ -231,18 +227,24 @@ class Bench:
 
     def _generate(self, traces: Sequence[str | Path], names: Sequence[str], total: int) -> None:
         told = time.monotonic()
+        by = f"{len(names)} contender{'s' * (len(names) > 1)}"
+        done = 0
         for number, (row, category) in enumerate(self._tagged(traces)):
             turn = number % len(names)
             outputs = {}
             for name in (*names[turn:], *names[:turn]):
                 outputs[name] = self._one(self._sessions[name], row)
-            if any(output["response"] is None for output in outputs.values()):
-                self.failed += 1
-                continue
-            self.rows.append(BenchRow(row, category, outputs))
+            done += 1
+            if not self.failures.add(outputs):
+                self.rows.append(BenchRow(row, category, outputs))
+            if self._stopping:
+                break
             if time.monotonic() - told > _TELL_SECONDS:
                 told = time.monotonic()
-                self._progress.phase(f"{number + 1} of {total} rows by {len(names)} contenders")
+                self._progress.phase(f"{done} of {total} rows by {by}")
+        self.interrupted = done < total
+        if self.failures.rows:
+            self._progress.phase(f"{self.failures.rows} of {done} rows failed: {self.failures}")
 
     @staticmethod
     def _one(session: EngineSession, row: Row) -> dict[str, Any]:
@@ -268,7 +270,9 @@ class Bench:
             "settings": self.settings.model_dump(mode="json"),
             "target": self._model.name,
             "rows": len(self.rows),
-            "rows_failed": self.failed,
+            "rows_failed": self.failures.rows,
+            "errors": self.failures.as_dict(),
+            "interrupted": self.interrupted,
             "arms": arms,
             "speedup_over_none": speedups,
             "router": routed,
@@ -304,16 +308,19 @@ class Bench:
             eagle3_tokens=options.eagle3_tokens,
             ddtree_nodes=options.ddtree_nodes,
         )
-        # Its index over finished rows would make a row's labels depend on the rows before.
-        drafters["lookup"] = LookupDrafter(shared_tokens=0)
+        drafters["lookup"] = LookupDrafter()
         longest = max(len(self._texts(row)[0]) + len(self._texts(row)[1]) for row in self.rows)
         labeller = RoundLabeller(
             models.target, drafters, max_length=longest, max_draft_nodes=options.max_draft_nodes
         )
         told = time.monotonic()
         for number, row in enumerate(self.rows):
+            if self._stopping:
+                self.interrupted = True
+                return {}
             request, _ = self._sessions["none"].request_of(row.row)
             self.labels.append(labeller.label(request, self._texts(row)[1]))
+            labeller.finish(request, self._texts(row)[1])  # rows were done in this order
             if time.monotonic() - told > _TELL_SECONDS:
                 told = time.monotonic()
                 self._progress.phase(f"labelled {number + 1} of {len(self.rows)} rows")
@@ -331,14 +338,12 @@ class Bench:
         ).as_dict()
         return outcome
 
-    @property
-    def target_name(self) -> str:
-        """As rows and calibrations name the target."""
-        return self._model.name
+    def made_for(self) -> dict[str, MadeFor]:
+        """Target and drafters that take part, as files that hold for them name them."""
+        from whiflash_agents.router_building import made_for
 
-    def drafter_path(self, network: str) -> Path:
-        """The folder of a drafter that takes part."""
-        return self._paths[network]
+        assert self.models is not None  # `run` was called before
+        return made_for(SessionSpec.of(self.settings, self._model, self._paths), self.models)
 
     def costs(self) -> CostModel:
         """What rounds take here: the cost-aware router's, or measured for it now."""
@@ -349,21 +354,24 @@ class Bench:
         return self._sessions["cost-aware"].costs
 
     def run_peers(self) -> dict[str, Any]:
-        """The rows by transformers' own `generate`.
+        """The rows by transformers' own `generate`; of fewer, if it is stopped.
 
         Raises:
             SettingsError: they were not generated greedily.
         """
         assert self.models is not None  # `run` was called before
         assert self.path is not None
-        return run_transformers(
+        figures = run_transformers(
             self.path,
             self.prompts(),
             device=self.models.machine["device"],
             dtype=self.models.machine["dtype"],
             dflash=self.models.networks.get("dflash"),
             on_phase=self._progress.phase,
+            stopping=lambda: self._stopping,
         )
+        self.interrupted |= figures["plain"]["rows"] < len(self.rows)
+        return figures
 
     def prompts(self) -> list[Prompt]:
         """What peers are to generate, too."""

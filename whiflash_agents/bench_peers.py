@@ -18,7 +18,7 @@ from whiflash_agents.engine.errors import SettingsError
 
 if TYPE_CHECKING:
     from whiflash_agents.engine.drafters.dflash_model import DFlashModel
-    from whiflash_agents.engine.request import Request
+    from whiflash_agents.engine.request import Request, SamplingParams
 
 PEERS = ("transformers",)
 _LOOKUP_TOKENS = 10  # what transformers' documentation suggests for prompt lookup
@@ -41,26 +41,28 @@ def run_transformers(
     dtype: str,
     dflash: DFlashModel | None,
     on_phase: Callable[[str], None],
+    stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Generate all prompts with each of transformers' ways; returns their part of `bench.json`.
 
+    Args:
+        stopping: whether to end before the next prompt.
+
     Raises:
-        SettingsError: a prompt asks for more than greedy decoding.
+        SettingsError: a prompt asks for more than greedy decoding (`check_greedy`).
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    from whiflash_agents.engine.target import quiet_transformers
+
     for prompt in prompts:
-        sampling = prompt.request.sampling
-        if sampling.temperature or sampling.repetition_penalty != 1.0 or sampling.logit_bias:
-            raise SettingsError(
-                "peer transformers is compared under greedy decoding; leave temperature and "
-                "penalties at their defaults"
-            )
+        check_greedy(prompt.request.sampling)
     on_phase("loading transformers' own model")
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=getattr(torch, dtype), trust_remote_code=False, local_files_only=True
-    ).to(device)
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=getattr(torch, dtype), trust_remote_code=False, local_files_only=True
+        ).to(device)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
@@ -75,25 +77,50 @@ def run_transformers(
             figures["dflash"] = {"left_out": reason}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     equal = dict.fromkeys(ways, 0)
+    done: list[Prompt] = []
     for number, prompt in enumerate(prompts):
+        if stopping():
+            break
         names = list(ways)
         turn = number % len(names)
         for way in (*names[turn:], *names[:turn]):
             taken, token_ids = _generate(model, prompt, ways[way])
             seconds[way].append(taken)
             equal[way] += token_ids == prompt.token_ids
+        done.append(prompt)
         on_phase(f"transformers: {number + 1} of {len(prompts)} rows")
-    tokens = [len(prompt.token_ids) for prompt in prompts]
+    tokens = [len(prompt.token_ids) for prompt in done]
     for way, times in seconds.items():
-        pairs = list(zip(prompts, times, strict=True))
+        pairs = list(zip(done, times, strict=True))
         figures[way] = {
             "tokens": sum(tokens),
             "seconds": sum(times),
             "tokens_per_second": sum(tokens) / sum(times) if times else 0.0,
             "none_over_it": median(t / p.seconds for p, t in pairs) if pairs else 0.0,
+            "rows": len(done),
             "rows_identical": equal[way],
         }
     return figures
+
+
+def check_greedy(sampling: SamplingParams) -> None:
+    """Raises SettingsError if this is more than greedy decoding, all that peers do."""
+    asked = {
+        name: getattr(sampling, name)
+        for name, plain in (
+            ("temperature", 0.0),
+            ("repetition_penalty", 1.0),
+            ("presence_penalty", 0.0),
+            ("frequency_penalty", 0.0),
+        )
+        if getattr(sampling, name) != plain
+    }
+    if asked or sampling.logit_bias:
+        told = ", ".join(f"{name}={value}" for name, value in asked.items()) or "logit_bias"
+        raise SettingsError(
+            f"peer transformers is compared under greedy decoding, not with {told}; leave "
+            "temperature and penalties at their defaults"
+        )
 
 
 def _generate(model: Any, prompt: Prompt, how: dict[str, Any]) -> tuple[float, list[int]]:

@@ -1,4 +1,4 @@
-"""What is made of a benchmark: its file, tables for the terminal, one response drawn by rounds."""
+"""What is made of a study: a benchmark's file, and tables for the terminal."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from rich.markup import escape
 
 from whiflash_agents.batch.writer import OutputFile
-from whiflash_agents.engine.errors import OutputError, SettingsError
+from whiflash_agents.bench import ROUTERS
+from whiflash_agents.bench_peers import check_greedy
+from whiflash_agents.bench_plot import draw_response
+from whiflash_agents.engine.request import SamplingParams
+from whiflash_agents.study_outputs import check_file, used_files
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from whiflash_agents.bench import Bench
     from whiflash_agents.calibration import Calibration
-
-_COLOURS = {
-    "none": "#777777",
-    "lookup": "#e69f00",
-    "eagle3": "#0072b2",
-    "dflash": "#d55e00",
-    "ddtree": "#009e73",
-}
-_SHADES = {"reasoning": "#eef3fb", "tool_call": "#fdf1e3", "content": "#f3f3f3"}
 
 
 def write_bench(
@@ -35,55 +31,127 @@ def write_bench(
     overwrite: bool = False,
     peers: Sequence[str] = (),
     plot: str | Path | None = None,
+    config: str | Path | None = None,
 ) -> dict[str, Any]:
     """Run `bench` over `traces`, write its figures to `output` and, if asked for, the plot.
 
+    Figures are written when all turns are generated, and anew with every part that comes later, so
+    that nothing is lost with a part that fails. A peer's failure is one of its figures.
+
+    Args:
+        config: the file of settings, which is not overwritten either.
+
     Raises:
-        OutputError: a file exists and `overwrite` is not given, or cannot be written.
+        OutputError: a file exists and `overwrite` is not given, is an input, or cannot be written.
         What `Bench.run` raises.
     """
-    if plot is not None and Path(plot).exists() and not overwrite:
-        raise OutputError(f"{plot} exists already; give another file for plot, or overwrite")
-    with OutputFile(output, inputs=list(traces), overwrite=overwrite) as out:
-        figures = bench.run(traces)
-        if peers and bench.rows:
-            figures["peers"] = {"transformers": bench.run_peers()}
-        out.write(orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    if plot is not None and bench.labels:
+    used = used_files(bench.settings, traces, config)
+    if plot is not None:
+        check_file(plot, option="plot", inputs=[*used, output], overwrite=overwrite)
+    if peers:
+        check_greedy(SamplingParams(**bench.settings.sampling.params()))
+    with OutputFile(output, inputs=used, overwrite=overwrite) as out:
+        figures: dict[str, Any] = {}
+
+        def keep(known: dict[str, Any], *, whole: bool = False) -> None:
+            figures.update(known)
+            if whole or out.can_replace:
+                out.write(_json(figures), anew=True)
+
+        try:
+            bench.run(traces, keep=keep)
+            if peers and bench.rows and not bench.interrupted:
+                figures["peers"] = {"transformers": _peer_figures(bench)}
+        except KeyboardInterrupt:
+            bench.interrupted = True
+            raise
+        finally:
+            if figures:
+                figures["interrupted"] = bench.interrupted
+                keep({}, whole=True)
+    if plot is not None and bench.labels and not bench.interrupted:
         draw_response(bench, plot)
     return figures
 
 
+def _peer_figures(bench: Bench) -> dict[str, Any]:
+    try:
+        return bench.run_peers()
+    except Exception as error:  # a foreign library's: whatever it is, the figures stand
+        told = {"type": type(error).__name__, "message": " ".join(str(error).split())}
+        return {"error": told}
+
+
+def failed_peers(figures: dict[str, Any]) -> list[str]:
+    """What went wrong with each peer that failed."""
+    return [
+        f"peer {name} failed: {its['error']['type']}: {its['error']['message']}"
+        for name, its in figures["peers"].items()
+        if "error" in its
+    ]
+
+
+def _json(figures: dict[str, Any]) -> bytes:
+    return orjson.dumps(figures, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
 def tables_of(figures: dict[str, Any]) -> list[Table]:
-    """All tables of a benchmark."""
+    """All tables of a benchmark; each fits 80 columns, if names are not very long."""
     tables = [arms_table(figures)]
-    tables += [groups_table(figures, by) for by in ("by_span", "by_category")]
+    if figures.get("errors"):
+        tables.append(errors_table(figures))
+    if not figures["rows"]:
+        return tables
+    tables.append(switches_table(figures))
+    for by in ("by_span", "by_category"):
+        tables += groups_tables(figures, by)
     if figures["oracle"]:
         tables.append(oracle_table(figures))
-    if figures["peers"]:
+    if any("error" not in its for its in figures["peers"].values()):
         tables.append(peers_table(figures))
     return tables
 
 
 def arms_table(figures: dict[str, Any]) -> Table:
-    """One line per arm and router."""
+    """How fast every arm and router is."""
     from rich.table import Table
 
-    same = f"{figures['rows_identical']} of {figures['rows']} rows identical"
-    table = Table(title=f"{figures['target']}: {same}", title_style="bold")
-    table.add_column("arm or router")
-    headings = ("tokens/s", "speed-up", "acceptance", "round ms p50", "p95", "switches")
-    for heading in (*headings, "switch %", "router %"):
-        table.add_column(heading, justify="right")
+    title = f"{figures['target']}: {figures['rows_identical']} of {figures['rows']} rows identical"
+    if figures["rows_failed"]:
+        title += f", {figures['rows_failed']} failed"
+    if figures.get("interrupted"):
+        title += " (interrupted)"
+    table = Table(title=title, title_style="bold")
+    table.add_column("arm or router", no_wrap=True)
+    for heading in ("tokens/s", "speed-up", "acceptance", "ms p50", "ms p95"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, its in figures["arms"].items():
-        speedup = figures["speedup_over_none"].get(name, 1.0)
+        speedup = 1.0 if name == "none" else figures["speedup_over_none"].get(name)
         table.add_row(
             name,
             f"{its['tokens_per_second']:.1f}",
-            f"{speedup:.2f}",
+            "–" if speedup is None else f"{speedup:.2f}",
             f"{its['mean_acceptance_length']:.2f}",
             f"{its['round_ms']['p50']:.1f}",
             f"{its['round_ms']['p95']:.1f}",
+        )
+    return table
+
+
+def switches_table(figures: dict[str, Any]) -> Table:
+    """What switching and routing cost the routers; arms that draft alone are left out."""
+    from rich.table import Table
+
+    table = Table(title="switching and routing", title_style="bold")
+    table.add_column("router", no_wrap=True)
+    for heading in ("rounds", "switches", "% of round time", "routing, % of step time"):
+        table.add_column(heading, justify="right")
+    for name, its in figures["arms"].items():
+        if name not in ROUTERS:
+            continue
+        table.add_row(
+            name,
+            f"{its['rounds']}",
             f"{its['num_switches']}",
             f"{100 * its['switch_overhead']:.2f}",
             f"{100 * its['router_overhead']:.2f}",
@@ -91,21 +159,53 @@ def arms_table(figures: dict[str, Any]) -> Table:
     return table
 
 
-def groups_table(figures: dict[str, Any], by: str) -> Table:
-    """Mean acceptance length by span kind (`by_span`) or category (`by_category`)."""
+def errors_table(figures: dict[str, Any]) -> Table:
+    """Rows that failed, by the type of their error, with the first of each."""
     from rich.table import Table
 
-    table = Table(title=f"acceptance length {by.replace('_', ' ')}", title_style="bold")
-    table.add_column("arm or router")
-    groups = sorted({group for its in figures["arms"].values() for group in its[by]})
-    for group in groups:
-        table.add_column(group, justify="right")
-    for name, its in figures["arms"].items():
-        lengths = (its[by].get(group) for group in groups)
-        table.add_row(
-            name, *("–" if g is None else f"{g['mean_acceptance_length']:.2f}" for g in lengths)
-        )
+    table = Table(title="rows that failed", title_style="bold")
+    table.add_column("error", overflow="fold")
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("the first", overflow="fold")
+    for kind, its in figures["errors"].items():
+        first = its["first"]
+        table.add_row(kind, str(its["rows"]), escape(f"{first['row']}: {first['message']}"))
     return table
+
+
+def groups_tables(figures: dict[str, Any], by: str) -> list[Table]:
+    """Mean acceptance length by span kind (`by_span`) or category (`by_category`); as many tables
+    as it takes for each to fit 80 columns."""
+    from rich.table import Table
+
+    groups = sorted({group for its in figures["arms"].values() for group in its[by]})
+    tables = []
+    for part in _parts(groups, 80 - 4 - len("arm or router")):
+        table = Table(title=f"acceptance length {by.replace('_', ' ')}", title_style="bold")
+        table.add_column("arm or router", no_wrap=True)
+        for group in part:
+            table.add_column(escape(group), justify="right", overflow="fold")
+        for name, its in figures["arms"].items():
+            lengths = (its[by].get(group) for group in part)
+            table.add_row(
+                name, *("–" if g is None else f"{g['mean_acceptance_length']:.2f}" for g in lengths)
+            )
+        tables.append(table)
+    return tables
+
+
+def _parts(names: Sequence[str], width: int) -> list[list[str]]:
+    """`names` in order, as headings that stand beside each other in `width` columns."""
+    parts: list[list[str]] = []
+    left = 0
+    for name in names:
+        needed = max(4, len(name)) + 3
+        if not parts or needed > left:
+            parts.append([])
+            left = width
+        parts[-1].append(name)
+        left -= needed
+    return parts
 
 
 def oracle_table(figures: dict[str, Any]) -> Table:
@@ -114,8 +214,9 @@ def oracle_table(figures: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(title="oracles", title_style="bold")
-    for heading in ("oracle", "acceptance, fewest rounds", "tokens/s by costs, fastest"):
-        table.add_column(heading, justify="left" if heading == "oracle" else "right")
+    table.add_column("oracle", no_wrap=True)
+    for heading in ("acceptance, fewest rounds", "tokens/s by costs, fastest"):
+        table.add_column(heading, justify="right")
     by_rounds, by_seconds = figures["oracle"]["by_rounds"], figures["oracle"]["by_seconds"]
     for arm, its in by_rounds["single"].items():
         rate = by_seconds["single"][arm]["tokens_per_second"]
@@ -131,10 +232,12 @@ def threshold_table(found: Calibration) -> Table:
     """The thresholds that a calibration found."""
     from rich.table import Table
 
-    title = f"{found.target}, eagle3 or dflash, from {found.rows} turns"
+    title = f"{found.models['target']}, eagle3 or dflash, from {found.rows} turns"
     table = Table(title=title, title_style="bold")
-    for heading in ("router", "category", "threshold", "tokens/s by costs", "acceptance"):
-        table.add_column(heading, justify="left" if heading in ("router", "category") else "right")
+    table.add_column("router", no_wrap=True)
+    table.add_column("category", overflow="fold")
+    for heading in ("threshold", "tokens/s by costs", "acceptance"):
+        table.add_column(heading, justify="right")
     for router, thresholds in (("entropy", found.entropy), ("neural", found.neural)):
         for category, its in thresholds.items():
             table.add_row(
@@ -182,64 +285,6 @@ def peers_table(figures: dict[str, Any]) -> Table:
             way,
             f"{its['tokens_per_second']:.1f}",
             f"{its['none_over_it']:.2f}",
-            f"{its['rows_identical']} of {figures['rows']}",
+            f"{its['rows_identical']} of {its.get('rows', figures['rows'])}",
         )
     return table
-
-
-def check_plotting(oracle: bool) -> None:
-    """Raises SettingsError if nothing can be drawn here."""
-    if not oracle:
-        raise SettingsError("plot draws what the oracle is made from; leave out --no-oracle")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise SettingsError(
-            "plot draws with matplotlib, which is not installed; "
-            "pip install 'whiflash-agents[plots]'"
-        ) from None
-
-
-def draw_response(bench: Bench, path: str | Path) -> None:
-    """Draw the longest response: acceptance length of every arm at each output position, the route
-    that the router took underneath, spans shaded.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    index = max(range(len(bench.labels)), key=lambda i: bench.labels[i].num_rounds)
-    labels, row = bench.labels[index], bench.rows[index]
-    router = next(name for name in reversed(list(row.outputs)) if name == "cost-aware")
-    extra = row.outputs[router]["whiflash"]
-    figure, (top, bottom) = pyplot.subplots(
-        2, 1, figsize=(12, 5), sharex=True, height_ratios=[5, 1], layout="constrained"
-    )
-    for axis in (top, bottom):
-        for span in extra["spans"]:
-            shade = _SHADES.get(span["kind"], "#ffffff")
-            axis.axvspan(span["start"], span["end"], color=shade, zorder=0)
-    for span in extra["spans"]:
-        top.text(span["start"], 1.01, span["kind"], transform=top.get_xaxis_transform(), fontsize=8)
-    positions = range(1, labels.num_rounds + 1)
-    for column, arm in enumerate(labels.arms):
-        lengths = labels.acceptance[:, column].tolist()
-        top.step(positions, lengths, where="post", label=arm, color=_COLOURS.get(arm), lw=1.2)
-    top.set_ylabel("acceptance length")
-    top.legend(loc="upper right", ncols=len(labels.arms), fontsize=8)
-    for record in extra["rounds"]:
-        colour = _COLOURS.get(record["drafter"], "#000000")
-        bottom.barh(0, record["emitted"], left=record["position"], color=colour, ec="white")
-    bottom.set_yticks([])
-    bottom.set_ylabel("route")
-    bottom.set_xlabel(f"output token of {row.row.id} (colours: the arm that drafted; {router})")
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: the plot cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)

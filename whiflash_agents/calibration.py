@@ -9,11 +9,12 @@ reader. What is found is kept in the DFlash drafter's folder, and routers use it
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from whiflash_agents.engine.errors import CheckpointError, OutputError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FILE = "whiflash-calibration.json"
 _POINTS = 41  # thresholds tried: quantiles of the values met
+_REMEDY = "remove the file, or run whiflash-batch calibrate again, which replaces it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,22 @@ class Calibration:
     """What was found for one target and pair of drafters.
 
     Attributes:
-        target, eagle3: their names; it holds for these only (and the drafter it lies beside).
+        models: what it holds for: `target`, `eagle3` and `dflash`, and what they are called.
+        identity: of the weights of each (`engine.training.identity.network_identity`).
         rows: texts it was found on.
         entropy: thresholds of router `entropy` in nats, by category; `all` is what runs use.
         neural: the same of router `neural`, in tokens; empty without its weights.
     """
 
-    target: str
-    eagle3: str
+    models: dict[str, str]
+    identity: dict[str, str]
     rows: int
     entropy: dict[str, Threshold]
     neural: dict[str, Threshold] = field(default_factory=dict)
+
+    def unlike(self, identity: Mapping[str, str]) -> list[str]:
+        """Of `target`, `eagle3` and `dflash`, those that it was not found for."""
+        return [part for part in self.models if self.identity[part] != identity.get(part)]
 
     def save(self, folder: Path) -> Path:
         """Write it to `folder`, whole or not at all; returns the file.
@@ -71,38 +78,89 @@ class Calibration:
             temporary.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise OutputError(
                 f"{path} cannot be written: {error.strerror}; give a folder of yours with -o and "
                 "the threshold with --entropy-threshold"
             ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
     @classmethod
-    def load(cls, folder: Path, *, target: str, eagle3: str) -> Calibration | None:
-        """What was kept in `folder` for this target and EAGLE-3 drafter; None if nothing was.
+    def load(cls, folder: Path) -> Calibration | None:
+        """What was kept in `folder`, for whatever models; None if nothing was.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is damaged; the text names the field.
         """
         path = folder / FILE
         if not path.is_file():
             return None
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            found = cls(
-                tree["target"],
-                tree["eagle3"],
-                int(tree["rows"]),
-                {name: Threshold(**its) for name, its in tree["entropy"].items()},
-                {name: Threshold(**its) for name, its in tree["neural"].items()},
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_REMEDY}") from None
+        except (ValueError, RecursionError):
+            raise CheckpointError(f"{path} is damaged: it is no JSON; {_REMEDY}") from None
+        read = _Reader(path)
+        top = read.mapping(tree, "the file")
+        parts = ("target", "eagle3", "dflash")
+        models, identity = (read.mapping(top.get(n), n) for n in ("models", "identity"))
+        rows, neural = top.get("rows"), top.get("neural")
+        if not isinstance(rows, int) or isinstance(rows, bool):
+            raise read.error("rows", rows, "a number of texts")
+        return cls(
+            {part: read.text(models.get(part), f"models.{part}") for part in parts},
+            {part: read.text(identity.get(part), f"identity.{part}") for part in parts},
+            rows,
+            read.thresholds(top.get("entropy"), "entropy"),
+            read.thresholds(neural, "neural") if neural else {},
+        )
+
+
+class _Reader:
+    """Reads fields of a calibration file, and names the one that is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def error(self, name: str, value: object, expected: str) -> CheckpointError:
+        shown = json.dumps(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        found = "is missing" if value is None else f"is {shown}"
+        return CheckpointError(
+            f"{self._path} is damaged: {name} {found}, expected {expected}; {_REMEDY}"
+        )
+
+    def mapping(self, value: object, name: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self.error(name, value, "a JSON object")
+        return value
+
+    def text(self, value: object, name: str) -> str:
+        if not isinstance(value, str):
+            raise self.error(name, value, "a text")
+        return value
+
+    def number(self, value: object, name: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, value, "a number")
+        if not math.isfinite(value):
+            raise self.error(name, value, "a finite number")
+        return float(value)
+
+    def thresholds(self, value: object, name: str) -> dict[str, Threshold]:
+        found = {}
+        for category, its in self.mapping(value, name).items():
+            fields = self.mapping(its, f"{name}.{category}")
+            numbers = (
+                self.number(fields.get(part), f"{name}.{category}.{part}")
+                for part in ("value", "tokens_per_second", "mean_acceptance_length")
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path} is no calibration ({type(error).__name__}: {error}); remove it, or run "
-                "whiflash-batch calibrate again"
-            ) from error
-        return found if (found.target, found.eagle3) == (target, eagle3) else None
+            found[category] = Threshold(*numbers, tried=fields.get("tried", []))
+        if "all" not in found:
+            raise self.error(f"{name}.all", None, "the threshold over all texts")
+        return found
 
 
 def find_thresholds(

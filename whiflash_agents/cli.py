@@ -18,7 +18,14 @@ import click
 from whiflash_agents import __version__
 from whiflash_agents.engine.errors import OutputError, WhiFlashError
 
-from .cli_options import EXIT_FAILED_ROWS, EXIT_USAGE, fail, progress_for, settings_options
+from .cli_options import (
+    EXIT_FAILED_ROWS,
+    EXIT_USAGE,
+    fail,
+    progress_for,
+    settings_options,
+    table_console,
+)
 from .cli_study import bench, calibrate
 from .cli_train import train
 
@@ -177,7 +184,6 @@ def doctor(config: str | None, **values: Any) -> None:
     With a drafter, also whether it belongs to the target and what it costs in memory. Nothing is
     downloaded but a drafter or target that is named by its hub name.
     """
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -188,11 +194,11 @@ def doctor(config: str | None, **values: Any) -> None:
         settings = load_settings(values, config=config)
     except WhiFlashError as error:
         fail(error, EXIT_USAGE)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = table_console(stderr=False)
     table = Table()
-    table.add_column("area")
-    table.add_column("what", overflow="fold")
-    table.add_column("state")
+    table.add_column("area", no_wrap=True)
+    table.add_column("what", overflow="fold", min_width=12)
+    table.add_column("state", no_wrap=True)
     table.add_column("found", overflow="fold")
     area, problems = "", 0
     for finding in examine(settings):

@@ -5,6 +5,7 @@ Like `cli.py`, it imports nothing that is slow to import before a command runs.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,6 +15,8 @@ import click
 from whiflash_agents.engine.errors import WhiFlashError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from whiflash_agents.batch import Progress
 
 EXIT_FAILED_ROWS = 1
@@ -278,6 +281,15 @@ def settings_options(*only: str) -> Callable[[Any], Any]:
 def fail(error: WhiFlashError, status: int) -> NoReturn:
     click.echo(f"whiflash-batch: error: {error}", err=True)
     sys.exit(status)
+
+
+def table_console(*, stderr: bool) -> Console:
+    """Where tables go: as wide as the terminal or COLUMNS says, else wide enough for paths."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, width=None if known else 140)
 
 
 def progress_for(quiet: bool, output: str) -> Progress:

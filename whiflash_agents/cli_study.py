@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from whiflash_agents.engine.errors import WhiFlashError
 
+from .cli_interrupts import interrupts
 from .cli_options import (
     EXIT_FAILED_ROWS,
     EXIT_USAGE,
@@ -16,7 +18,11 @@ from .cli_options import (
     fail,
     progress_for,
     settings_options,
+    table_console,
 )
+
+if TYPE_CHECKING:
+    from whiflash_agents.bench import Bench
 
 
 @click.command(
@@ -25,8 +31,9 @@ Examples:
   whiflash-batch bench traces.jsonl -o bench.json --max-tokens 64 --limit 5
   whiflash-batch bench traces.jsonl -o bench.json --target T --eagle3 E --dflash D --plot bench.png
 
-Exit status: 0 all rows done, 1 some rows failed or were not identical, 2 usage or unreadable
-input."""
+Exit status: 0 all rows done, 1 some rows failed or were not identical, or a peer failed, 2 usage,
+unreadable input, or nothing to generate, 130 interrupted by Ctrl-C, 143 by SIGTERM: figures of the
+turns that are done are kept; a second Ctrl-C aborts at once."""
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
 @click.option(
@@ -66,26 +73,50 @@ def bench(
     between them, one after the other. Tells tokens per second, acceptance, what switching and
     routing cost, whether all outputs are identical, and what the best routes would reach.
     """
-    from rich.console import Console
-
     from whiflash_agents.bench import Bench
-    from whiflash_agents.bench_report import check_plotting, tables_of, write_bench
+    from whiflash_agents.bench_plot import check_plotting
+    from whiflash_agents.bench_report import failed_peers, tables_of, write_bench
     from whiflash_agents.settings import load_settings
 
     values["stop"] = list(values["stop"]) or None
-    try:
-        if plot is not None:
-            check_plotting(oracle)
-        settings = load_settings({**values, "workers": 0}, config=config)
-        running = Bench(settings, progress=progress_for(quiet, output), oracle=oracle)
-        figures = write_bench(running, traces, output, overwrite=overwrite, peers=peers, plot=plot)
-    except WhiFlashError as error:
-        fail(error, EXIT_USAGE)
-    if not quiet:
-        console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    running: Bench | None = None
+    figures: dict[str, Any] | None = None
+    with interrupts() as received:
+        try:
+            if plot is not None:
+                check_plotting(plot, oracle)
+            settings = load_settings({**values, "workers": 0}, config=config)
+            running = Bench(settings, progress=progress_for(quiet, output), oracle=oracle)
+            received.running = running
+            figures = write_bench(
+                running, traces, output, overwrite=overwrite, peers=peers, plot=plot, config=config
+            )
+        except WhiFlashError as error:
+            if running is None or not running.rows:
+                fail(error, EXIT_USAGE)
+            click.echo(f"whiflash-batch: {_kept(running, output)}", err=True)
+            fail(error, EXIT_FAILED_ROWS)
+        except KeyboardInterrupt:
+            pass
+    if figures is not None and not quiet:
+        console = table_console(stderr=True)
         for table in tables_of(figures):
             console.print(table)
-    sys.exit(0 if figures["outputs_identical"] and not figures["rows_failed"] else EXIT_FAILED_ROWS)
+    if figures is None or figures["interrupted"]:
+        kept = "nothing is kept" if running is None else _kept(running, output)
+        click.echo(f"whiflash-batch: interrupted; {kept}", err=True)
+        sys.exit(received.status)
+    for failure in failed_peers(figures):
+        click.echo(f"whiflash-batch: {failure}", err=True)
+    failed = figures["rows_failed"] or failed_peers(figures)
+    sys.exit(EXIT_FAILED_ROWS if failed or not figures["outputs_identical"] else 0)
+
+
+def _kept(running: Bench, output: str) -> str:
+    count = len(running.rows)
+    if not count:
+        return "nothing is kept"
+    return f"figures of {count} turn{'s' * (count > 1)} are in {output}"
 
 
 @click.command(
@@ -93,7 +124,8 @@ def bench(
 Example:
   whiflash-batch calibrate traces.jsonl --target T --eagle3 E --dflash D --max-tokens 128 --limit 40
 
-Exit status: 0 calibrated, 2 usage, unreadable input, or nothing to calibrate."""
+Exit status: 0 calibrated, 2 usage, unreadable input, or nothing to calibrate from, 130 interrupted
+by Ctrl-C, 143 by SIGTERM: nothing is kept."""
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
 @click.option(
@@ -113,24 +145,24 @@ def calibrate(
     The target writes the turns of the traces; every drafter drafts at every round of them; the
     threshold that takes the least time by the measured costs is kept. 32 to 64 turns are enough.
     """
-    from pathlib import Path
-
-    from rich.console import Console
-
     from whiflash_agents.bench import Bench
     from whiflash_agents.bench_report import threshold_table
     from whiflash_agents.router_training import calibrate as find
     from whiflash_agents.settings import load_settings
 
     values["stop"] = list(values["stop"]) or None
-    try:
-        settings = load_settings({**values, "workers": 0}, config=config)
-        running = Bench(settings, progress=progress_for(quiet, "-"), contenders=["none"])
-        found = find(running, traces)
-        path = found.save(running.drafter_path("dflash") if output is None else Path(output))
-    except WhiFlashError as error:
-        fail(error, EXIT_USAGE)
+    folder = None if output is None else Path(output)
+    with interrupts() as received:
+        try:
+            settings = load_settings({**values, "workers": 0}, config=config)
+            running = Bench(settings, progress=progress_for(quiet, "-"), contenders=["none"])
+            found, path = find(running, traces, folder)
+        except WhiFlashError as error:
+            fail(error, EXIT_USAGE)
+        except KeyboardInterrupt:
+            click.echo("whiflash-batch: interrupted; nothing is kept", err=True)
+            sys.exit(received.status)
     if not quiet:
-        console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+        console = table_console(stderr=True)
         console.print(threshold_table(found))
         console.print(f"kept in {path}", highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ import click
 
 from whiflash_agents.engine.errors import WhiFlashError
 
+from .cli_interrupts import interrupts
 from .cli_options import (
     EXIT_FAILED_ROWS,
     EXIT_USAGE,
@@ -24,6 +25,7 @@ from .cli_options import (
     fail,
     progress_for,
     settings_options,
+    table_console,
 )
 from .cli_train_options import drafter_options
 
@@ -280,7 +282,8 @@ def _print_training(outcome: TrainedDrafter) -> None:
 Example:
   whiflash-batch train router traces.jsonl -o router.safetensors --target T --eagle3 E --dflash D
 
-Exit status: 0 trained, 2 usage, unreadable input, or too little to learn from.""",
+Exit status: 0 trained, 2 usage, unreadable input, or too little to learn from, 130 interrupted by
+Ctrl-C, 143 by SIGTERM: nothing is kept.""",
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACES...")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Where the weights go.")
@@ -309,27 +312,29 @@ def train_router_command(
     The target writes the turns of the traces; every drafter drafts at every round of them. Tells
     how much of the labels is explained and what routing by it is worth on turns that were held out.
     """
-    from rich.console import Console
-
     from whiflash_agents.bench import Bench
     from whiflash_agents.bench_report import training_table
     from whiflash_agents.router_training import train_router
     from whiflash_agents.settings import load_settings
 
     values["stop"] = list(values["stop"]) or None
-    try:
-        settings = load_settings({**values, "workers": 0}, config=config)
-        running = Bench(settings, progress=progress_for(quiet, "-"), contenders=["none"])
-        report = train_router(
-            running,
-            traces,
-            output,
-            kind=kind,
-            seed=settings.sampling.seed,
-            overwrite=overwrite,
-        )
-    except WhiFlashError as error:
-        fail(error, EXIT_USAGE)
+    with interrupts() as received:
+        try:
+            settings = load_settings({**values, "workers": 0}, config=config)
+            running = Bench(settings, progress=progress_for(quiet, "-"), contenders=["none"])
+            report = train_router(
+                running,
+                traces,
+                output,
+                kind=kind,
+                seed=settings.sampling.seed,
+                overwrite=overwrite,
+                config=config,
+            )
+        except WhiFlashError as error:
+            fail(error, EXIT_USAGE)
+        except KeyboardInterrupt:
+            click.echo("whiflash-batch: interrupted; nothing is kept", err=True)
+            sys.exit(received.status)
     if not quiet:
-        console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
-        console.print(training_table(report))
+        table_console(stderr=True).print(training_table(report))

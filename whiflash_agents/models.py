@@ -91,9 +91,25 @@ def find_local(name: str | None) -> Path | None:
         return default_target.installed(cache_dir())
     if Path(name).expanduser().is_dir() or Path(name).is_file() or _looks_like_path(name):
         return resolve_model(name).path
-    from huggingface_hub import try_to_load_from_cache
+    return _in_hub_cache(name)
 
-    config = try_to_load_from_cache(name, "config.json")
+
+def find_local_drafter(name: str) -> Path | None:
+    """The folder of the drafter `name` if it is on this machine; None if it is not."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    return None if path.is_file() or _looks_like_path(name) else _in_hub_cache(name)
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no name for the hub: told where the model is looked for
+        return None
     return Path(config).parent if isinstance(config, str) else None
 
 

@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -208,6 +209,7 @@ class RoutingSection(_Section):
 
     entropy_threshold: float | None = Field(
         default=None,
+        allow_inf_nan=False,
         description="nats above which router entropy takes eagle3; unset: as calibrated, else "
         f"{DEFAULT_ENTROPY}",
     )
@@ -218,6 +220,7 @@ class RoutingSection(_Section):
         default=0.006,
         ge=0,
         le=1,
+        allow_inf_nan=False,
         description="share of time that router cost-aware may lose trying",
     )
     recalibrate: bool = Field(
@@ -254,6 +257,7 @@ class Settings(_Section):
     engine: EngineSection = EngineSection()
     routing: RoutingSection = RoutingSection()
     run: RunSection = RunSection()
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
@@ -307,6 +311,11 @@ class Settings(_Section):
         if self.routing.verify_budget == "gain":
             used.add("recalibrate")
         return sorted((self.drafters.model_fields_set | self.routing.model_fields_set) - used)
+
+    def origin_of(self, field: str) -> str | None:
+        """Who set `field`: the option, the environment variable or the line of the file, as the
+        user knows it; None if nobody did."""
+        return self._origins.get(field)
 
     @classmethod
     def of(cls, **values: Any) -> Settings:
@@ -379,9 +388,11 @@ def load_settings(
     for (section, name), value in values.items():
         tree.setdefault(section, {})[name] = value
     try:
-        return Settings.model_validate(tree)
+        settings = Settings.model_validate(tree)
     except ValidationError as error:
         raise SettingsError(_explain(error, origin)) from None
+    settings._origins.update({name: source for (_, name), source in origin.items()})
+    return settings
 
 
 def nearest(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:

@@ -8,7 +8,6 @@ one call at a time: threaded actors have leaked GPU memory, and the engine needs
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +26,12 @@ class EngineWorker:
         """Answers as soon as the actor's process runs."""
         return os.getpid()
 
-    def load(self, load: Callable[[SessionSpec], EngineSession], spec: SessionSpec) -> float:
-        """Build the session from files on this machine; returns the seconds it took."""
-        started = time.monotonic()
+    def load(
+        self, load: Callable[[SessionSpec], EngineSession], spec: SessionSpec
+    ) -> dict[str, Any]:
+        """Build the session from files on this machine; returns its description."""
         self._session = load(spec)
-        return time.monotonic() - started
+        return self._session.describe()
 
     def advance(self, rows: list[Row], seconds: float) -> tuple[list[dict[str, Any]], Any]:
         """Take `rows`, decode until a row is finished or `seconds` have passed.

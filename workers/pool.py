@@ -82,7 +82,7 @@ class EnginePool:
                 self._answer(worker, worker.actor.process_id.remote(), timeout=START_SECONDS)
             loading = [(worker, worker.actor.load.remote(load, spec)) for worker in self._workers]
             for worker, call in loading:
-                self._answer(worker, call)
+                worker.description = self._answer(worker, call)
         except BaseException:
             self.close()
             raise

@@ -179,6 +179,9 @@ class WhiFlashBatch:
         costs = "; measuring costs, if this machine's are not known" if self._needs_costs() else ""
         self._progress.phase(f"loading {model.name}{costs}")
         runner = self._make_runner(SessionSpec.of(self.settings, model, paths), self.settings)
+        notes = [note for its in runner.describe() for note in its.get("notes", ())]
+        for note in dict.fromkeys(notes):  # of several workers, each has the same
+            self._progress.phase(note)
         self.figures.target = model.name
         self.figures.loading_seconds = time.monotonic() - started
         return runner

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from whiflash_agents.devices import pick_device
 from whiflash_agents.engine.errors import ContextLengthError, WorkerError
 from whiflash_agents.engine.request import Event, GenerationResult, Request, SamplingParams
-from whiflash_agents.settings import DEFAULT_ENTROPY, DraftersSection, RoutingSection, Settings
+from whiflash_agents.settings import DraftersSection, RoutingSection, Settings
 from whiflash_agents.traces import Message
 
 from .plan import Row
 from .rows import failed_row, output_row
 
 if TYPE_CHECKING:
-    from whiflash_agents.calibration import Calibration
     from whiflash_agents.chat import Chat
     from whiflash_agents.engine.costs import CostModel
     from whiflash_agents.engine.target import Target
@@ -55,6 +54,7 @@ class SessionSpec:
     """All that is needed to build a session in another process. Weights are read from `path`.
 
     `threads` is the number of CPU threads torch may use; None leaves torch's own choice.
+    `threshold_from` is who set the entropy threshold, as the user knows it.
     """
 
     path: Path
@@ -74,6 +74,7 @@ class SessionSpec:
     drafter_paths: dict[str, Path] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
     routing: RoutingSection = field(default_factory=RoutingSection)
+    threshold_from: str | None = None
 
     @classmethod
     def of(
@@ -98,6 +99,7 @@ class SessionSpec:
             drafter_paths={name: path.absolute() for name, path in (drafters or {}).items()},
             arms=settings.arms,
             routing=settings.routing,
+            threshold_from=settings.origin_of("entropy_threshold"),
         )
 
 
@@ -142,6 +144,14 @@ class Models:
             {"device": device, "dtype": dtype, "threads": torch.get_num_threads()},
         )
 
+    def identity(self) -> dict[str, str]:
+        """What tells the weights of target and networks from others, whatever their folders are
+        called."""
+        from whiflash_agents.engine.training.identity import network_identity
+
+        parts = {"target": self.target.model, **self.networks}
+        return {part: network_identity(network) for part, network in parts.items()}
+
 
 def build_session(
     spec: SessionSpec, models: Models, on_phase: Callable[[str], None] | None = None
@@ -154,30 +164,17 @@ def build_session(
     from whiflash_agents.cost_store import load_or_measure
     from whiflash_agents.engine import EngineSettings, WhiFlashEngine
     from whiflash_agents.engine.drafters.registry import neural_drafters
-    from whiflash_agents.engine.routing.registry import make_router
+    from whiflash_agents.router_building import build_router
 
-    target, options, routing = models.target, spec.drafters, spec.routing
-    calibrated = _calibration(spec)
-    threshold = routing.entropy_threshold
-    if threshold is None:
-        threshold = calibrated.entropy["all"].value if calibrated else DEFAULT_ENTROPY
+    options, routing = spec.drafters, spec.routing
+    built = build_router(spec, models)
     costly = spec.router == "cost-aware"
     budget = routing.verify_budget
     if budget == "auto":
         budget = "gain" if costly else "all"
     engine = WhiFlashEngine(
-        target,
-        router=make_router(
-            spec.router,
-            spec.arms,
-            target,
-            entropy_threshold=threshold,
-            neural_threshold=calibrated.neural["all"].value
-            if calibrated and calibrated.neural
-            else None,
-            weights=routing.router_weights,
-            exploration=routing.exploration,
-        ),
+        models.target,
+        router=built.router,
         drafters=neural_drafters(
             **{n: m for n, m in models.networks.items() if n in spec.drafter_paths},
             eagle3_depth=options.eagle3_depth,
@@ -198,8 +195,12 @@ def build_session(
         decode=models.chat.decode,
     )
     machine = dict(models.machine)
-    if spec.router == "entropy":
-        machine["entropy_threshold"] = threshold
+    if built.threshold is not None:
+        machine["entropy_threshold"] = built.threshold
+    if built.notes:
+        machine["notes"] = built.notes
+    for note in built.notes if on_phase else ():
+        on_phase(note)
     if costly or budget == "gain":
         known, machine["costs"] = load_or_measure(
             engine,
@@ -208,17 +209,9 @@ def build_session(
             on_phase=on_phase or logger.info,
         )
         engine.costs.table = known.table
-    return EngineSession(engine, models.chat, spec, max_context=target.max_context, machine=machine)
-
-
-def _calibration(spec: SessionSpec) -> Calibration | None:
-    """What `whiflash-batch calibrate` kept for this target and these drafters."""
-    from whiflash_agents.calibration import Calibration
-
-    if not {"eagle3", "dflash"} <= spec.drafter_paths.keys():
-        return None
-    eagle3, dflash = spec.drafter_paths["eagle3"], spec.drafter_paths["dflash"]
-    return Calibration.load(dflash, target=spec.name, eagle3=eagle3.name)
+    return EngineSession(
+        engine, models.chat, spec, max_context=models.target.max_context, machine=machine
+    )
 
 
 @dataclass(slots=True)

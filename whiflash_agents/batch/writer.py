@@ -19,6 +19,43 @@ from whiflash_agents.engine.errors import OutputError
 STDOUT = "-"
 
 
+def check_output(
+    path: Path, *, option: str, inputs: Iterable[str | Path] = (), overwrite: bool = False
+) -> None:
+    """Whether a file may be written at `path`; touches nothing.
+
+    Args:
+        option, inputs, overwrite: as for `OutputFile`.
+
+    Raises:
+        OutputError: it may not.
+    """
+    if path.is_dir():
+        raise OutputError(f"{option} {path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise OutputError(
+            f"{option} {path} cannot be written: there is no directory {path.parent}; "
+            "create it first"
+        )
+    for other in inputs:
+        if _same_file(path, Path(other)):
+            raise OutputError(
+                f"{option} {path} is the same file as {other}, which this run also uses; "
+                "name another"
+            )
+    if path.is_file() and path.stat().st_size and not overwrite:
+        raise OutputError(
+            f"{option} {path} already holds something; name another file, or replace it "
+            "with --overwrite (from Python: overwrite=True)"
+        )
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()  # neither is there yet
+
+
 class OutputFile:
     """An output file, or standard output (`-`), as a context manager.
 
@@ -49,16 +86,22 @@ class OutputFile:
         if self._path is None:
             self._stream = self._claim_stdout()
         else:
-            self._check(self._path, inputs, overwrite)
+            check_output(self._path, option=option, inputs=inputs, overwrite=overwrite)
             self._stream = self._open(self._path)
 
-    def write(self, data: bytes) -> None:
-        """Append `data` and flush it. The first call empties a file that is to be overwritten.
+    @property
+    def can_replace(self) -> bool:
+        """Whether what was written can be written anew: in a file, not in a pipe."""
+        return self._path is not None and self._path.is_file()
+
+    def write(self, data: bytes, *, anew: bool = False) -> None:
+        """Append `data` and flush it. The first call empties a file that is to be overwritten, and
+        so does any with `anew`.
 
         Raises `OutputError` when the place cannot take it (disk full, reader of a pipe gone).
         """
         try:
-            if not self._started:
+            if anew or not self._started:
                 self._started = True
                 if self._path is not None and self._path.is_file():
                     self._stream.truncate(0)
@@ -92,28 +135,6 @@ class OutputFile:
         if self._created and not self._started:
             self._path.unlink(missing_ok=True)
             self._created = False
-
-    def _check(self, path: Path, inputs: Iterable[str | Path], overwrite: bool) -> None:
-        if path.is_dir():
-            raise OutputError(f"{self._option} {path} is a directory; name a file in it")
-        if not path.parent.is_dir():
-            raise OutputError(
-                f"{self._option} {path} cannot be written: there is no directory {path.parent}; "
-                "create it first"
-            )
-        if not path.exists():
-            return
-        for other in inputs:
-            if Path(other).exists() and path.samefile(other):
-                raise OutputError(
-                    f"{self._option} {path} is the same file as {other}, which this run also uses; "
-                    "name another"
-                )
-        if path.is_file() and path.stat().st_size and not overwrite:
-            raise OutputError(
-                f"{self._option} {path} already holds something; name another file, or replace it "
-                "with --overwrite (from Python: overwrite=True)"
-            )
 
     def _open(self, path: Path) -> BinaryIO:
         self._created = not path.exists()
