@@ -153,11 +153,11 @@ class _Reader:
         found = {}
         for category, its in self.mapping(value, name).items():
             fields = self.mapping(its, f"{name}.{category}")
-            numbers = (
+            value_of, rate, length = (
                 self.number(fields.get(part), f"{name}.{category}.{part}")
                 for part in ("value", "tokens_per_second", "mean_acceptance_length")
             )
-            found[category] = Threshold(*numbers, tried=fields.get("tried", []))
+            found[category] = Threshold(value_of, rate, length, fields.get("tried", []))
         if "all" not in found:
             raise self.error(f"{name}.all", None, "the threshold over all texts")
         return found

@@ -203,9 +203,10 @@ class Weights:
     def number(self, field: str) -> float:
         """Raises: CheckpointError: the field is no finite number."""
         value = self.fields.get(field)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(field, "a number")
+        if not math.isfinite(value):
+            raise self.error(field, "a number that is finite")
         return float(value)
 
     def fill(self, module: nn.Module) -> None:

@@ -199,8 +199,9 @@ def build_session(
         machine["entropy_threshold"] = built.threshold
     if built.notes:
         machine["notes"] = built.notes
-    for note in built.notes if on_phase else ():
-        on_phase(note)
+    if on_phase is not None:
+        for note in built.notes:
+            on_phase(note)
     if costly or budget == "gain":
         known, machine["costs"] = load_or_measure(
             engine,
