@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .adapter import merge_adapter
 from .attention import NAME, AttentionPlan, PackedRow, Probe, attend
 from .errors import CheckpointError, ModelNotFoundError, SettingsError, UnsupportedTargetError
 from .kv_cache import KVCache, PlaneShape
@@ -127,15 +128,24 @@ class Target:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, device: str = "cpu", dtype: str = "bfloat16", name: str = ""
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        name: str = "",
+        adapter: str | Path | None = None,
     ) -> Target:
         """Load a local Hugging Face folder (`whiflash_agents.models.resolve_model` fetches hub
         names into one). No code of the checkpoint is executed.
 
+        Args:
+            adapter: folder of a low-rank adapter to merge into the weights (`adapter.py`).
+
         Raises:
             ModelNotFoundError: there is no such folder, or no model in it.
             CheckpointError: its weights are damaged, incomplete, or of other shapes than its config
-                says.
+                says; or the adapter does not fit.
             SettingsError: `dtype` is none of bfloat16, float16, float32.
             UnsupportedTargetError: the engine cannot drive it.
         """
@@ -175,6 +185,8 @@ class Target:
                 f"target {str(path)!r} lacks {len(missing)} weights, the first being "
                 f"{missing[0]!r}; fetch or convert the model again"
             )
+        if adapter is not None:
+            merge_adapter(model, adapter)
         return cls(model.to(device), name=name or Path(path).name)
 
     # Running ---------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class Bench:
         self.models: Models | None = None
         self._paths: dict[str, Path] = {}
         self.path: Path | None = None
+        self._adapter: Path | None = None
 
     def arms(self) -> list[str]:
         """Every drafter that takes part: those without a network, and those whose is given."""
@@ -167,6 +168,7 @@ class Bench:
                 for name, spec in specs.items()
             }
             self.models, self.path = models, specs["none"].path
+            self._adapter = specs["none"].adapter
             self._working = True
             try:
                 self._generate(paths, names, counted.rows)
@@ -185,7 +187,7 @@ class Bench:
 
     def _load(self, names: Sequence[str]) -> tuple[Models, dict[str, SessionSpec]]:
         self._progress.phase("finding the models")
-        self._model = resolve_model(self.settings.model.target)
+        self._model = resolve_model(self.settings.model.target, self.settings.model.adapter)
         self._paths = {
             network: resolve_drafter(given, network)
             for network in ("eagle3", "dflash")
@@ -367,6 +369,7 @@ class Bench:
             device=self.models.machine["device"],
             dtype=self.models.machine["dtype"],
             dflash=self.models.networks.get("dflash"),
+            adapter=self._adapter,
             on_phase=self._progress.phase,
             stopping=lambda: self._stopping,
         )

@@ -41,11 +41,13 @@ def run_transformers(
     dtype: str,
     dflash: DFlashModel | None,
     on_phase: Callable[[str], None],
+    adapter: Path | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Generate all prompts with each of transformers' ways; returns their part of `bench.json`.
 
     Args:
+        adapter: to merge into the model's weights.
         stopping: whether to end before the next prompt.
 
     Raises:
@@ -54,6 +56,7 @@ def run_transformers(
     import torch
     from transformers import AutoModelForCausalLM
 
+    from whiflash_agents.engine.adapter import merge_adapter
     from whiflash_agents.engine.target import quiet_transformers
 
     for prompt in prompts:
@@ -62,7 +65,10 @@ def run_transformers(
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=getattr(torch, dtype), trust_remote_code=False, local_files_only=True
-        ).to(device)
+        )
+    if adapter is not None:
+        merge_adapter(model, adapter)
+    model.to(device)
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "prompt-lookup": {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},

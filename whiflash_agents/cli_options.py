@@ -65,6 +65,11 @@ _RUN_SETTINGS = [
         help="Model folder or Hugging Face name.  [default: the embedded model]",
     ),
     _setting(
+        "--adapter",
+        metavar="FOLDER",
+        help="A low-rank adapter (PEFT) to merge into the target when it is loaded.",
+    ),
+    _setting(
         "--workers",
         metavar="N",
         type=int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from whiflash_agents.engine.errors import ModelNotFoundError
 # A drafter's repository: config and weights, which are often still pickled (and then loaded with
 # `weights_only`).
 _DRAFTER_PATTERNS = ["*.json", "*.safetensors", "pytorch_model*.bin"]
+ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
 
@@ -26,12 +27,13 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "toke
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model on disk. `name` is what output rows show; a template that is None means the
-    tokenizer's own."""
+    tokenizer's own; `adapter` is merged into the weights when they are loaded."""
 
     path: Path
     name: str
     chat_template: str | None = None
     response_template: dict[str, Any] | None = None
+    adapter: Path | None = None
 
 
 def cache_dir() -> Path:
@@ -44,16 +46,32 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("whiflash-agents"))
 
 
-def resolve_model(name: str | None = None) -> ModelFiles:
+def resolve_model(name: str | None = None, adapter: str | None = None) -> ModelFiles:
     """Find the model `name`; None, or the default's own name, is the embedded default.
 
     The default is downloaded and converted on first use. An existing local folder wins over a hub
     name; what looks like a path (`./x`, `/x`, `~/x`) is never looked up on the hub.
 
+    Args:
+        adapter: folder of a low-rank adapter, to go with the model.
+
     Raises:
         ModelNotFoundError: nothing usable under that name; the text says what was tried and what
             to do.
     """
+    files = _resolve(name)
+    if adapter is None:
+        return files
+    path = Path(adapter).expanduser()
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise ModelNotFoundError(
+            f"adapter (--adapter): there is no {ADAPTER_CONFIG} in {path}; give the folder of a "
+            "low-rank adapter as the PEFT library writes it"
+        )
+    return replace(files, adapter=path.absolute(), name=f"{files.name}+{path.absolute().name}")
+
+
+def _resolve(name: str | None) -> ModelFiles:
     if name is None:
         return _embedded()
     if not name.strip():

@@ -81,6 +81,9 @@ class ModelSection(_Section):
     target: str | None = Field(
         default=None, description="a folder or a hub name; unset: embedded default"
     )
+    adapter: str | None = Field(
+        default=None, description="folder of a low-rank adapter, merged into the target at load"
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:N or mps")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="auto: bfloat16 on a GPU, float32 on a CPU"

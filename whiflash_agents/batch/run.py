@@ -166,7 +166,7 @@ class WhiFlashBatch:
         drafters = self.settings.drafters
         started = time.monotonic()
         self._progress.phase("finding the model")
-        model = resolve_model(self.settings.model.target)
+        model = resolve_model(self.settings.model.target, self.settings.model.adapter)
         paths = {}
         for network in self.settings.networks:
             self._progress.phase(f"finding the {network} drafter")

@@ -74,6 +74,7 @@ class SessionSpec:
     drafter_paths: dict[str, Path] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
     routing: RoutingSection = field(default_factory=RoutingSection)
+    adapter: Path | None = None
     threshold_from: str | None = None
 
     @classmethod
@@ -99,6 +100,7 @@ class SessionSpec:
             drafter_paths={name: path.absolute() for name, path in (drafters or {}).items()},
             arms=settings.arms,
             routing=settings.routing,
+            adapter=model.adapter,
             threshold_from=settings.origin_of("entropy_threshold"),
         )
 
@@ -131,7 +133,7 @@ class Models:
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         device, dtype = pick_device(spec.device, spec.dtype)
-        target = Target.load(spec.path, device=device, dtype=dtype)
+        target = Target.load(spec.path, device=device, dtype=dtype, adapter=spec.adapter)
         loaders = {"eagle3": load_eagle3, "dflash": load_dflash}
         return cls(
             target,
