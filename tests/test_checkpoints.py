@@ -296,7 +296,8 @@ def test_length_head_of_adaflash_is_recognised_by_name(tmp_path: Path) -> None:
         "thresh_head_direct_len": False,
     }
     model = dflash(tmp_path, tc.dflash_config(own=own), tc.dflash_tensors() | head)
-    assert model.config.length_head == tuple(head)
+    assert model.config.unused_length_head == tuple(head)
+    assert model.length_head is None
 
 
 def test_copies_of_the_targets_embedding_and_head_are_dropped(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ FLOORS = {
     "whiflash_agents.cli_options": FACES,
     "whiflash_agents.cli_study": FACES,
     "whiflash_agents.cli_train": FACES,
+    "whiflash_agents.cli_train_heads": FACES,
     "whiflash_agents.cli_train_options": FACES,
 }
 ONLY_IN = {

@@ -27,7 +27,7 @@ from .cli_options import (
     table_console,
 )
 from .cli_study import bench, calibrate
-from .cli_train import train
+from .cli_train_heads import train
 
 if TYPE_CHECKING:
     from whiflash_agents.batch import RunFigures, Runner, SessionSpec, WhiFlashBatch

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from whiflash_agents.drafter_training import DrafterTraining
 
 # What training does not take of a study's options: there is no drafter yet, and no router.
-_NOT_IN_TRAINING = {
+NOT_IN_TRAINING = {
     *("eagle3", "dflash", "entropy_threshold", "router_weights", "exploration", "recalibrate"),
     *("verify_budget", "catch_up", "draft_prefill", "max_backlog", "logprobs", "top_logprobs"),
 }
-_OF_EAGLE3 = {"eagle3_depth", "eagle3_top_k", "eagle3_tokens"}
+OF_EAGLE3 = {"eagle3_depth", "eagle3_top_k", "eagle3_tokens"}
 _OF_DFLASH = {"ddtree_nodes"}
 
 
@@ -82,7 +82,7 @@ on.""",
     metavar="N",
     help="Of training-time test: tokens that every chain drafts from its own outputs.",
 )
-@settings_options(*(n for n in STUDY_SETTINGS if n not in _NOT_IN_TRAINING | _OF_DFLASH))
+@settings_options(*(n for n in STUDY_SETTINGS if n not in NOT_IN_TRAINING | _OF_DFLASH))
 def train_eagle3_command(
     draft_vocab: int | None, steps: int, feature_layers: tuple[int, ...] | None, **values: Any
 ) -> None:
@@ -94,7 +94,7 @@ def train_eagle3_command(
     """
     from whiflash_agents.drafter_kinds import Eagle3Options
 
-    _train_drafter(
+    train_drafter(
         Eagle3Options(draft_vocab=draft_vocab, feature_layers=feature_layers, steps=steps), **values
     )
 
@@ -143,7 +143,7 @@ on.""",
     help="on-policy: learn from what the drafter itself drafts along the texts (to refine one that "
     "drafts already: --init).",
 )
-@settings_options(*(n for n in STUDY_SETTINGS if n not in _NOT_IN_TRAINING | _OF_EAGLE3))
+@settings_options(*(n for n in STUDY_SETTINGS if n not in NOT_IN_TRAINING | OF_EAGLE3))
 def train_dflash_command(
     block_size: int | None,
     layers: int | None,
@@ -169,10 +169,10 @@ def train_dflash_command(
         objective=objective,
         anchors=anchors,
     )
-    _train_drafter(options, **values)
+    train_drafter(options, **values)
 
 
-def _train_drafter(
+def train_drafter(
     network: KindOptions,
     *,
     traces: tuple[str, ...],
@@ -189,12 +189,13 @@ def _train_drafter(
     held_out: float,
     max_length: int | None,
     init: str | None,
-    warm_start: bool | None,
-    features: str,
     config: str | None,
     quiet: bool,
+    warm_start: bool | None = None,
+    features: str = "computed",
     **values: Any,
 ) -> None:
+    """What every command that trains a drafter or a head does; ends the process."""
     from whiflash_agents.drafter_plan import TrainingPlan
     from whiflash_agents.drafter_training import DrafterTraining
     from whiflash_agents.settings import load_settings

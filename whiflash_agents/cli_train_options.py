@@ -1,4 +1,5 @@
-"""The options that `train eagle3` and `train dflash` share, beside the settings of a run."""
+"""The options that the commands that train drafters and heads share, beside the settings of a
+run."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def _layers(
         ) from None
 
 
-_OPTIONS: list[Callable[[Any], Any]] = [
+_DATA: list[Callable[[Any], Any]] = [
     click.argument("traces", nargs=-1, required=True, metavar="TRACES..."),
     click.option("-o", "--output", required=True, metavar="FOLDER", help="Where the drafter goes."),
     click.option(
@@ -102,6 +103,8 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="N",
         help="Leave out texts of more tokens.  [default: the target's context]",
     ),
+]
+_DRAFTER: list[Callable[[Any], Any]] = [
     click.option(
         "--init",
         metavar="PATH",
@@ -127,6 +130,17 @@ _OPTIONS: list[Callable[[Any], Any]] = [
         metavar="computed|FOLDER",
         help="Compute the target's hidden states in every epoch, or once and keep them in FOLDER.",
     ),
+]
+_HEAD: list[Callable[[Any], Any]] = [
+    click.option(
+        "--dflash",
+        "init",
+        required=True,
+        metavar="PATH",
+        help="Folder or Hugging Face name of the DFlash drafter that it is for.",
+    ),
+]
+_REST: list[Callable[[Any], Any]] = [
     click.option("--config", metavar="FILE", help="Read settings from a TOML file."),
     click.option("-q", "--quiet", is_flag=True, help="No progress and no tables."),
 ]
@@ -134,6 +148,15 @@ _OPTIONS: list[Callable[[Any], Any]] = [
 
 def drafter_options(command: Any) -> Any:
     """Add the options of `train eagle3` and `train dflash` to a command."""
-    for option in reversed(_OPTIONS):
+    return _with(command, [*_DATA, *_DRAFTER, *_REST])
+
+
+def head_options(command: Any) -> Any:
+    """Add the options of `train local-head` and `train length-head` to a command."""
+    return _with(command, [*_DATA, *_HEAD, *_REST])
+
+
+def _with(command: Any, options: list[Callable[[Any], Any]]) -> Any:
+    for option in reversed(options):
         command = option(command)
     return command

@@ -23,6 +23,7 @@ from whiflash_agents.settings import Settings
 
 if TYPE_CHECKING:
     from whiflash_agents.engine.drafters.context import DraftContext
+    from whiflash_agents.engine.drafters.dflash_model import DFlashModel
     from whiflash_agents.engine.target import Target
 
 _PROBLEM_KINDS = ("missing", "wrong")
@@ -142,12 +143,30 @@ def _drafters(settings: Settings, target: Target, asked: dict[str, str]) -> Iter
             f"{name}: {size:.1f} M parameters, reads hidden states {layers} of the target, drafts "
             f"up to position {shape.max_positions:,}"
         )
-        if getattr(model.config, "length_head", ()):
-            text += "; its AdaFlash length head is not used by this version"
+        if kind == "dflash":
+            text += _heads(model)
         yield Finding("drafters", kind, "ok", text)
     arms = neural_drafters(**models)
     contexts = {c.name: c for arm in arms.values() if (c := draft_context(arm)) is not None}
     yield from _memory(settings, target, contexts)
+
+
+def _heads(drafter: DFlashModel) -> str:
+    """What is told of the heads on top of a DFlash drafter."""
+    text = ""
+    if (local := drafter.local_head) is not None:
+        text += (
+            f"; local head beside it (rank {local.config.rank}, weights {local.config.weight:g} "
+            f"and {local.config.unigram_weight:g}): corrects dflash, not ddtree"
+        )
+    if drafter.length_head is not None:
+        text += "; AdaFlash length head: truncates what dflash verifies, not ddtree"
+    if names := drafter.config.unused_length_head:
+        text += (
+            f"; its AdaFlash length head ({len(names)} tensors) is not used: it is of another "
+            "shape, or predicts a threshold and no length (thresh_head_direct_len)"
+        )
+    return text
 
 
 def _memory(

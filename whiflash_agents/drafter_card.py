@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from whiflash_agents.drafter_acceptance import Rounds
     from whiflash_agents.drafter_plan import TrainedDrafter
 
-_NAMES = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+_NAMES = {
+    "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+    "local-head": "DFlash with a local head",
+    "length-head": "DFlash with a length head",
+}
 
 
 def training_rows(outcome: TrainedDrafter) -> list[tuple[str, str]]:
@@ -86,7 +91,7 @@ def model_card(outcome: TrainedDrafter) -> str:
     else:
         origin = "the recorded assistant turns"
     lines = [
-        f"# {_NAMES[kind]} drafter for {target}",
+        f"# {_NAMES[kind]}: drafter for {target}",
         "",
         f"Drafts for speculative decoding with {target}, and with no other model. Trained by "
         f"whiflash-agents {__version__}.",
@@ -101,6 +106,8 @@ def model_card(outcome: TrainedDrafter) -> str:
     if left := texts.left_out.total():
         lines.append(f"- left out: {left:,} turns")
     lines += ["", "## Training", ""]
+    if plan.init is not None:
+        lines += [f"Began with the drafter `{PurePath(plan.init).name}`.", ""]
     if plan.command is not None:
         lines += ["```", plan.command, "```", ""]
     machine = outcome.machine

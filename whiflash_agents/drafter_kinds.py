@@ -26,6 +26,9 @@ DRAFT_VOCABULARY = 16_000
 BLOCK_SIZE = 8
 NUM_LAYERS = 3
 
+Family = Literal["eagle3", "dflash"]
+Kind = Literal["eagle3", "dflash", "local-head", "length-head"]
+
 
 @dataclass(frozen=True, slots=True)
 class NewNetwork:
@@ -58,7 +61,11 @@ class KindOptions(Protocol):
     """A kind of drafter, and what was asked of it."""
 
     @property
-    def kind(self) -> Literal["eagle3", "dflash"]: ...
+    def kind(self) -> Kind: ...
+
+    @property
+    def family(self) -> Family:
+        """What kind of drafter it is, or is for."""
 
     @property
     def reads_source(self) -> bool:
@@ -120,7 +127,11 @@ class Eagle3Options:
     decay: float = 0.8
 
     @property
-    def kind(self) -> Literal["eagle3", "dflash"]:
+    def kind(self) -> Kind:
+        return "eagle3"
+
+    @property
+    def family(self) -> Family:
         return "eagle3"
 
     @property
@@ -209,7 +220,11 @@ class DFlashOptions:
     gamma: float | None = None
 
     @property
-    def kind(self) -> Literal["eagle3", "dflash"]:
+    def kind(self) -> Kind:
+        return "dflash"
+
+    @property
+    def family(self) -> Family:
         return "dflash"
 
     @property
@@ -228,7 +243,10 @@ class DFlashOptions:
         from whiflash_agents.engine.training.warm_start import warm_start_dflash
 
         if begin.init is not None:
-            return load_dflash(begin.init, target).float().requires_grad_(True)
+            network = load_dflash(begin.init, target)
+            # They were trained for the drafter as it was.
+            network.local_head = network.length_head = None
+            return network.float().requires_grad_(True)
         mask = self.mask_token
         if mask is None:
             used = {token for text in texts for token in text.token_ids}
@@ -284,8 +302,8 @@ class DFlashOptions:
 
 
 def describe(network: Any) -> dict[str, Any]:
-    """A drafter's configuration and number of weights, as JSON takes it."""
-    count = sum(parameter.numel() for parameter in network.parameters())
+    """A drafter's configuration and the number of weights that are trained, as JSON takes it."""
+    count = sum(p.numel() for p in network.parameters() if p.requires_grad)
     return {"weights": count, **asdict(network.config)}
 
 

@@ -1,8 +1,8 @@
-"""Training a drafter for a target from traces: `train eagle3` and `train dflash`.
+"""Training a drafter for a target from traces: `train eagle3` and `train dflash`, and heads.
 
-Traces become texts (`training_texts.py`), texts a network (`drafter_kinds.py`, and the loop in
-`engine/training/`), and the network a folder in the public format that every engine loads, with a
-model card. Each stage goes on where an earlier sitting ended.
+Traces become texts (`training_texts.py`), texts a network (`drafter_kinds.py`, `head_kinds.py`,
+and the loop in `engine/training/`), and the network a folder in the public format that every engine
+loads, with a model card. Each stage goes on where an earlier sitting ended.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DrafterTraining:
         counted = check_input(paths, run.mode, format=run.format, limit=run.limit, names=names)
         self._progress.phase("finding the model")
         model = resolve_model(settings.model.target)
-        init = None if plan.init is None else resolve_drafter(plan.init, plan.network.kind)
+        init = None if plan.init is None else resolve_drafter(plan.init, plan.network.family)
         self._progress.phase(f"loading {model.name}")
         models = Models.load(self._spec(model))
         begin = NewNetwork(init, plan.warm_start, settings.sampling.seed)

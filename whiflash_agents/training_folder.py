@@ -82,8 +82,8 @@ class TrainingFolder:
         try:
             # The config comes last: who sees it sees the weights that belong to it.
             (self.path / "config.json").unlink(missing_ok=True)
-            for name in ("model.safetensors", "config.json"):
-                (fresh / name).replace(self.path / name)
+            for file in sorted(fresh.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(self.path / file.name)
             shutil.rmtree(fresh)
         except OSError as error:
             raise self._refused(error) from error

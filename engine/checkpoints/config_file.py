@@ -138,12 +138,20 @@ def read_config(folder: Path) -> Fields:
             f"checkpoint {str(folder)!r} {kind}; expected a folder with config.json and weights. "
             "Give the folder of a drafter"
         )
-    file = folder / "config.json"
+    return read_fields(folder / "config.json")
+
+
+def read_fields(file: Path) -> Fields:
+    """Read a JSON file of fields.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no JSON object.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} has no config.json, without which its weights mean "
+            f"checkpoint {str(file.parent)!r} has no {file.name}, without which its weights mean "
             "nothing; fetch the checkpoint again"
         ) from error
     except (OSError, ValueError) as error:

@@ -11,17 +11,26 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..drafters.dflash_model import DFlashConfig, DFlashModel
 from ..drafters.layers import LayerConfig
 from ..errors import CheckpointError
 from ..target import Target
 from .config_file import Fields
 from .fitting import embedding_of, fit, head_of, take_shared
+from .heads import (
+    fits_length_head,
+    length_head_config,
+    length_head_names,
+    length_head_tensors,
+    local_head_config,
+    read_length_head,
+)
 from .layer_fields import read_layers
-from .weights import Weights, read_weights
+from .weights import LOCAL_HEAD, Weights, read_weights
 from .writing import layer_config, refuse_to_write, write_checkpoint
 
-_LENGTH_HEAD = "thresh_head_two_model."
 _DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 # What `dflash_config` may say, and for some fields the only value that is supported.
 _KNOWN = {"mask_token_id", "target_layer_ids", "block_size", "use_thresh_head_two_model"} | {
@@ -53,6 +62,8 @@ def read_dflash(fields: Fields, target: Target) -> DFlashModel:
     ids = own.layer_ids("target_layer_ids", first=0, last=target.num_layers - 1)
     softcap = _draft_number(fields, own, "final_logit_softcapping")
     weights = read_weights(fields.file.parent)
+    length_head = length_head_names(own, weights)
+    used = fits_length_head(own, length_head)
     config = DFlashConfig(
         layers=layers,
         feature_layers=tuple(index + 1 for index in ids),
@@ -65,13 +76,17 @@ def read_dflash(fields: Fields, target: Target) -> DFlashModel:
         embedding_scale=_scale(fields, own, "input_embedding_scale"),
         output_multiplier=_scale(fields, own, "output_multiplier"),
         logit_softcap=softcap if softcap is not None and softcap > 0 else None,
-        length_head=_length_head(own, weights),
+        unused_length_head=() if used else length_head,
     )
     check_sizes(config, fields, own, target)
     # Copies of the target's own are dropped here; others are refused as unexpected.
     take_shared(weights, "embed_tokens.weight", embedding_of(target), target)
     take_shared(weights, "lm_head.weight", head_of(target), target)
-    return build_dflash(config, weights, target, ignored=config.length_head)
+    network = build_dflash(config, weights, target, ignored=length_head)
+    if used:
+        width = layers.hidden_size
+        network.length_head = read_length_head(own, weights, length_head, width, target)
+    return network
 
 
 def check_sizes(config: DFlashConfig, layers: Fields, mask: Fields, target: Target) -> None:
@@ -179,22 +194,10 @@ def _scale(fields: Fields, own: Fields, name: str) -> float:
     return 1.0 if number is None else number
 
 
-def _length_head(own: Fields, weights: Weights) -> tuple[str, ...]:
-    """Names of AdaFlash's length-head tensors, if the config says that there are any."""
-    if not own.flag("use_thresh_head_two_model"):
-        return ()
-    names = tuple(sorted(name for name in weights.tensors if name.startswith(_LENGTH_HEAD)))
-    if not names:
-        raise weights.error(
-            _LENGTH_HEAD + "*",
-            "is missing, although dflash_config.use_thresh_head_two_model is true",
-            "fetch the checkpoint again",
-        )
-    return names
-
-
 def save_dflash(model: DFlashModel, folder: str | Path) -> None:
-    """Write a drafter in z-lab's layout, without the length head that its checkpoint may have had.
+    """Write a drafter in z-lab's layout, with the heads that it has: a length head as AdaFlash
+    writes it, a local head beside the weights. One that was not used when it was loaded is left
+    out.
 
     Args:
         folder: must not exist yet, or be empty; appears with all its files or not at all.
@@ -202,6 +205,20 @@ def save_dflash(model: DFlashModel, folder: str | Path) -> None:
     Raises:
         CheckpointError: the layout cannot express this drafter.
         OutputError: `folder` cannot be written, or holds something already.
+    """
+    values, tensors = dflash_layout(model)
+    local = model.local_head
+    beside = {}
+    if local is not None:
+        beside[LOCAL_HEAD] = (local_head_config(local), dict(local.state_dict()))
+    write_checkpoint(Path(folder), values, tensors, beside=beside)
+
+
+def dflash_layout(model: DFlashModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A drafter as `config.json` and tensors of z-lab's layout, without its local head.
+
+    Raises:
+        CheckpointError: the layout cannot express it.
     """
     config, layers = model.config, model.config.layers
     sliding = any(layers.sliding)
@@ -227,6 +244,14 @@ def save_dflash(model: DFlashModel, folder: str | Path) -> None:
         own["output_multiplier"] = config.output_multiplier
     if config.logit_softcap is not None:
         own["final_logit_softcapping"] = config.logit_softcap
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(("local_head.", "length_head."))
+    }
+    if model.length_head is not None:
+        own |= length_head_config(model.length_head)
+        tensors |= length_head_tensors(model.length_head)
     kinds = layers.sliding or (False,) * layers.num_layers
     values: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
@@ -243,4 +268,4 @@ def save_dflash(model: DFlashModel, folder: str | Path) -> None:
     }
     if sliding and not config.sliding_causal:
         values["is_causal"] = False
-    write_checkpoint(Path(folder), values, dict(model.state_dict()))
+    return values, tensors

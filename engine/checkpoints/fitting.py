@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..drafters.dflash_model import DFlashModel
 from ..drafters.eagle3_model import Eagle3Config, Eagle3Model
@@ -26,6 +26,7 @@ _REMEDY = (
 )
 
 Network = TypeVar("Network", Eagle3Model, DFlashModel)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def fit(
@@ -36,7 +37,29 @@ def fit(
     name_of: Callable[[str], str],
     ignored: Collection[str] = (),
 ) -> Network:
-    """Build the network with the checkpoint's weights, on the target's device and in its dtype.
+    """Build a drafter's network with the checkpoint's weights: `fit_module`, and its rotary
+    embedding.
+
+    Raises:
+        CheckpointError: a tensor does not fit.
+    """
+    network = fit_module(make, weights, target, name_of=name_of, ignored=ignored)
+    # Its frequencies are computed, not loaded, and stay float32 in any dtype of the weights.
+    config = network.config
+    layers = config.layer if isinstance(config, Eagle3Config) else config.layers
+    network.rotary = Rotary(layers).to(target.device)
+    return network
+
+
+def fit_module(
+    make: Callable[[], Module],
+    weights: Weights,
+    target: Target,
+    *,
+    name_of: Callable[[str], str],
+    ignored: Collection[str] = (),
+) -> Module:
+    """Build a network with the checkpoint's weights, on the target's device and in its dtype.
 
     Args:
         make: builds the network; called where its weights take no memory.
@@ -69,10 +92,6 @@ def fit(
 
     state = {name: moved(name_of(name), like) for name, like in network.state_dict().items()}
     network.load_state_dict(state, assign=True)
-    # Its frequencies are computed, not loaded, and stay float32 in any dtype of the weights.
-    config = network.config
-    layers = config.layer if isinstance(config, Eagle3Config) else config.layers
-    network.rotary = Rotary(layers).to(target.device)
     return network.requires_grad_(False).eval()
 
 

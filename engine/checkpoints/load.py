@@ -12,6 +12,7 @@ from ..target import Target
 from .config_file import Fields, read_config
 from .dflash import read_dflash
 from .eagle3 import read_eagle3
+from .heads import read_local_head
 from .speculators import read_speculators_dflash, read_speculators_eagle3
 
 Kind = Literal["EAGLE-3", "DFlash"]
@@ -42,7 +43,8 @@ def load_eagle3(path: str | Path, target: Target) -> Eagle3Model:
 
 
 def load_dflash(path: str | Path, target: Target) -> DFlashModel:
-    """Load a DFlash drafter for `target` from a folder, z-lab's or `speculators` layout.
+    """Load a DFlash drafter for `target` from a folder, z-lab's or `speculators` layout, with the
+    local head that may lie beside it.
 
     Returns:
         the network in eval mode, on the target's device, in its dtype, without gradients.
@@ -54,8 +56,11 @@ def load_dflash(path: str | Path, target: Target) -> DFlashModel:
     fields = read_config(Path(path))
     _require(fields, "DFlash")
     if "speculators_model_type" in fields:
-        return read_speculators_dflash(fields, target)
-    return read_dflash(fields, target)
+        network = read_speculators_dflash(fields, target)
+    else:
+        network = read_dflash(fields, target)
+    network.local_head = read_local_head(fields.file.parent, network, target)
+    return network
 
 
 def _require(fields: Fields, wanted: Kind) -> None:

@@ -20,6 +20,8 @@ from ..errors import CheckpointError
 _LFS_POINTER = b"version https://git-lfs"
 _REFETCH = "fetch the checkpoint again"
 _PICKLES = (".bin", ".pt", ".pth")
+# A local head beside a drafter (`heads.py`), which is none of its weights.
+LOCAL_HEAD = "local_head"
 
 
 @dataclass(slots=True)
@@ -67,7 +69,11 @@ def read_weights(folder: Path) -> Weights:
             folder, f"*{ending}.index.json", sorted(folder.glob(f"*{ending}.index.json"))
         ):
             return _of_index(folder, index)
-        found = sorted(f for f in folder.iterdir() if f.suffix in endings and f.is_file())
+        found = sorted(
+            f
+            for f in folder.iterdir()
+            if f.suffix in endings and f.stem != LOCAL_HEAD and f.is_file()
+        )
         if file := _only(folder, f"*{ending}", found):
             return _of_files(folder, [file])
     raise CheckpointError(
@@ -89,7 +95,7 @@ def _only(folder: Path, pattern: str, found: list[Path]) -> Path | None:
 def _of_files(folder: Path, files: list[Path]) -> Weights:
     weights = Weights(folder, {}, {})
     for file in files:
-        for name, tensor in _read_file(file).items():
+        for name, tensor in read_file(file).items():
             weights.tensors[name] = tensor
             weights.files[name] = file.name
     return weights
@@ -130,7 +136,12 @@ def _of_index(folder: Path, index: Path) -> Weights:
     return weights
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def read_file(file: Path) -> dict[str, Tensor]:
+    """All tensors of one file.
+
+    Raises:
+        CheckpointError: it is damaged, or a pickle that holds more than tensors.
+    """
     return _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
 
 

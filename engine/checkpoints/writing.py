@@ -51,7 +51,11 @@ def refuse_to_write(layout: str, found: str, expected: str) -> CheckpointError:
 
 
 def write_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    beside: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Tensor]]] | None = None,
 ) -> None:
     """Write `config.json` and `model.safetensors` into a folder that is new or empty.
 
@@ -60,6 +64,7 @@ def write_checkpoint(
 
     Args:
         config: without the weights' type, which is added.
+        beside: further pairs of fields and tensors, written as `NAME.json` and `NAME.safetensors`.
 
     Raises:
         OutputError: `folder` holds something, or cannot be written.
@@ -72,19 +77,26 @@ def write_checkpoint(
             f"checkpoint folder {str(folder)!r} holds something already; expected a new or an "
             "empty one. Give another folder, or remove it first"
         )
-    weights = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    dtype = str(weights["fc.weight"].dtype).removeprefix("torch.")
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     values = {**config, "dtype": dtype, "torch_dtype": dtype}
+    pairs = [("config.json", values, "model.safetensors", tensors)]
+    pairs += [
+        (f"{name}.json", fields, f"{name}.safetensors", own)
+        for name, (fields, own) in (beside or {}).items()
+    ]
     temporary: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
-        (temporary / "config.json").write_text(text, encoding="utf-8")
-        for name in ("model.safetensors", "config.json"):
-            (temporary / name).chmod(0o666 & ~_umask())  # safetensors writes for the owner alone
-            _sync(temporary / name)
+        for config_name, fields, weights_name, own in pairs:
+            weights = {name: tensor.detach().contiguous().cpu() for name, tensor in own.items()}
+            save_file(weights, temporary / weights_name, metadata={"format": "pt"})
+            text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+            (temporary / config_name).write_text(text, encoding="utf-8")
+            for name in (weights_name, config_name):
+                # safetensors writes for the owner alone
+                (temporary / name).chmod(0o666 & ~_umask())
+                _sync(temporary / name)
         temporary.chmod(0o777 & ~_umask())
         temporary.rename(folder)
         _sync(folder.parent)

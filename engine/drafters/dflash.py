@@ -2,7 +2,8 @@
 
 The block `[bonus, MASK, ...]` stands at the positions behind the context; every layer attends to
 the context's keys and values in the KV arena and, without a causal mask, to the block's own, which
-are written behind them as scratch. Network and source: `dflash_model.py`.
+are written behind them as scratch. Network and source: `dflash_model.py`. Where the network has
+them, a local head corrects the chain, and a length head tells how much of it to verify.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .base import DraftLimit
 from .candidates import Coupling, rank
 from .context import Backlog, ContextDrafter, DraftContext
 from .dflash_model import DFlashModel
+from .length_head import adjusted, predicted, worth_verifying
+from .local_chain import draft_chains
 
 
 @dataclass(slots=True)
@@ -36,12 +39,14 @@ class BlockLogits:
         depths: rows of each sequence: how deep it may draft.
         positions: `[rows]`, position of the token that each row drafts.
         coupling: of the rows.
+        slots: `[sequences, block_size, hidden]`, what enters the final norm at every slot.
     """
 
     logits: Tensor
     depths: list[int]
     positions: Tensor
     coupling: Coupling
+    slots: Tensor
 
 
 class DFlashContext(DraftContext):
@@ -122,8 +127,8 @@ class DFlashContext(DraftContext):
         skipped = 0 if config.sample_from_anchor else 1
         wanted = [i * size + skipped + d for i, n in enumerate(depths) for d in range(n)]
         drafted = [first + 1 + d for first, n in zip(firsts, depths, strict=True) for d in range(n)]
-        hidden = model.norm(hidden[wanted])
-        logits = self.target.head(hidden) if model.head is None else model.head(hidden)
+        drafting = model.norm(hidden[wanted])
+        logits = self.target.head(drafting) if model.head is None else model.head(drafting)
         coupling = Coupling.of(sequences, device)
         repeats = torch.tensor(depths, device=device)
         return BlockLogits(
@@ -135,6 +140,7 @@ class DFlashContext(DraftContext):
                 coupling.seeds.repeat_interleave(repeats),
                 coupling.sampled,
             ),
+            hidden.unflatten(0, (len(sequences), size)),
         )
 
 
@@ -157,20 +163,49 @@ class DFlashDrafter(ContextDrafter):
         able = [i for i, depth in enumerate(depths) if depth > 0]
         if not able:
             return trees
-        block = self.context.block([sequences[i] for i in able], [depths[i] for i in able])
-        chances: list[float] = []
-        if block.coupling.sampled or self.scores:
-            known, best = rank(
-                block.logits, 1, block.positions, block.coupling, self.context.target_ids
-            )
-            tokens, chances = best[:, 0].tolist(), known[:, 0].tolist()
-        else:
-            ids = torch.tensor(greedy(block.logits), device=block.logits.device)
-            tokens = self.context.target_ids(ids).tolist()
+        drafting = [sequences[i] for i in able]
+        block = self.context.block(drafting, [depths[i] for i in able])
+        tokens, chances = self._choose(drafting, block)
+        lengths = self._lengths(block)
         at = 0
-        for i, depth in zip(able, block.depths, strict=True):
-            trees[i] = DraftTree.chain(sequences[i].tokens[-1], tokens[at : at + depth])
+        for i, depth, length in zip(able, block.depths, lengths, strict=True):
+            # With a budget the prediction is one more thing that it decides by.
+            kept = depth if length is None or self.scores else min(depth, worth_verifying(length))
+            trees[i] = DraftTree.chain(sequences[i].tokens[-1], tokens[at : at + kept])
             if self.scores:
-                trees[i].scores = [0.0, *accumulate(chances[at : at + depth])]
+                scores = list(accumulate(chances[at : at + depth]))
+                trees[i].scores = [0.0, *(scores if length is None else adjusted(scores, length))]
             at += depth
         return trees
+
+    def _choose(
+        self, sequences: Sequence[SequenceState], block: BlockLogits
+    ) -> tuple[list[int], list[float]]:
+        """The token of every row, and its score where there is need of one."""
+        context, local = self.context, self.context.model.local_head
+        if local is not None:
+            bonus = torch.tensor([s.tokens[-1] for s in sequences], device=block.logits.device)
+            return draft_chains(
+                local,
+                context.target.embedding,
+                bonus,
+                block.logits,
+                block.depths,
+                block.positions,
+                block.coupling,
+                context.target_ids,
+            )
+        if block.coupling.sampled or self.scores:
+            known, best = rank(block.logits, 1, block.positions, block.coupling, context.target_ids)
+            return best[:, 0].tolist(), known[:, 0].tolist()
+        ids = torch.tensor(greedy(block.logits), device=block.logits.device)
+        return context.target_ids(ids).tolist(), []
+
+    @torch.inference_mode()
+    def _lengths(self, block: BlockLogits) -> list[float] | list[None]:
+        """Drafted tokens of each sequence that the length head expects to be accepted."""
+        model = self.context.model
+        if model.length_head is None:
+            return [None] * len(block.depths)
+        logits = model.length_head(model.norm(block.slots))
+        return predicted(logits, model.config.num_drafted).tolist()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .layers import MLP, Attention, DraftHead, LayerConfig, Rotary
+from .length_head import LengthHead
+from .local_head import LocalHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class DFlashConfig:
         window_from: a sliding layer's window counts back from each slot (z-lab) or, for all slots
             alike, from the bonus token (`speculators`).
         embedding_scale, output_multiplier, logit_softcap: as in newer z-lab checkpoints.
-        length_head: names of AdaFlash's length-head tensors that the checkpoint has.
+        unused_length_head: names of tensors of a length head that the checkpoint has and that is
+            not used, because it is of another shape or says something else.
     """
 
     layers: LayerConfig
@@ -54,7 +57,7 @@ class DFlashConfig:
     embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
-    length_head: tuple[str, ...] = ()
+    unused_length_head: tuple[str, ...] = ()
 
     @property
     def num_drafted(self) -> int:
@@ -103,6 +106,7 @@ class DFlashModel(nn.Module):
     Attributes:
         embed_tokens: its own embedding, or None for the target's.
         head: its own output head, or None for the target's.
+        local_head, length_head: what may be trained on top of it; None where there is none.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -127,6 +131,8 @@ class DFlashModel(nn.Module):
             else None
         )
         self.rotary = Rotary(layers)
+        self.local_head: LocalHead | None = None
+        self.length_head: LengthHead | None = None
 
     def decoder_layers(self) -> list[DFlashLayer]:
         """`layers`, with their type."""

@@ -177,12 +177,26 @@ class BlockTraining:
         """All blocks in one forward, each as `DFlashModel.forward` computes it.
 
         Args:
+            features, token_ids, anchors: as in `slots`.
+
+        Returns:
+            the final norm's output at the slots that draft, `[blocks, num_drafted, hidden]`.
+        """
+        config = self.network.config
+        slots = self.slots(features, token_ids, anchors)
+        output: Tensor = self.network.norm(slots[:, config.block_size - config.num_drafted :])
+        return output
+
+    def slots(self, features: Tensor, token_ids: Tensor, anchors: Tensor) -> Tensor:
+        """The same before the final norm, at all slots.
+
+        Args:
             features: `[tokens, layers * hidden]`, of the text.
             token_ids: `[tokens]`, the text.
             anchors: `[blocks]`, positions of the bonus tokens, each behind one token or more.
 
         Returns:
-            the final norm's output at the slots that draft, `[blocks, num_drafted, hidden]`.
+            `[blocks, block_size, hidden]`.
         """
         network, config = self.network, self.network.config
         count, size, length = len(anchors), config.block_size, int(anchors.max())
@@ -212,9 +226,7 @@ class BlockTraining:
                 *visible[window],
             )
             hidden = layer.finish(attended.flatten(0, 1), hidden)
-        drafting = hidden.unflatten(0, (count, size))[:, size - config.num_drafted :]
-        output: Tensor = network.norm(drafting)
-        return output
+        return hidden.unflatten(0, (count, size))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`run`'s output -> logits over the drafter's vocabulary."""
