@@ -30,7 +30,7 @@ Example:
 @click.option(
     "--state-size",
     type=int,
-    default=256,
+    default=128,
     show_default=True,
     metavar="N",
     help="Of its recurrent network.",

@@ -69,7 +69,7 @@ class LocalHeadOptions(HeadOptions):
         anchors: most windows of a text in one step.
     """
 
-    state_size: int = 256
+    state_size: int = 128
     rank: int = 64
     weight: float = 0.3
     unigram_weight: float = 0.3

@@ -79,7 +79,9 @@ def write_checkpoint(
         )
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     values = {**config, "dtype": dtype, "torch_dtype": dtype}
-    pairs = [("config.json", values, "model.safetensors", tensors)]
+    pairs: list[tuple[str, Mapping[str, Any], str, Mapping[str, Tensor]]] = [
+        ("config.json", values, "model.safetensors", tensors)
+    ]
     pairs += [
         (f"{name}.json", fields, f"{name}.safetensors", own)
         for name, (fields, own) in (beside or {}).items()

@@ -194,6 +194,7 @@ class DFlashDrafter(ContextDrafter):
                 block.positions,
                 block.coupling,
                 context.target_ids,
+                scored=self.scores,
             )
         if block.coupling.sampled or self.scores:
             known, best = rank(block.logits, 1, block.positions, block.coupling, context.target_ids)

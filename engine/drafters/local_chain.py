@@ -31,6 +31,8 @@ def draft_chains(
     positions: Tensor,
     coupling: Coupling,
     target_ids: Callable[[Tensor], Tensor],
+    *,
+    scored: bool = True,
 ) -> tuple[list[int], list[float]]:
     """The likeliest token of every slot, given those chosen before; the first slots stay as the
     block has them. Samples are coupled to the target's as in `candidates.rank`.
@@ -42,15 +44,20 @@ def draft_chains(
         depths: rows of each sequence, at least 1.
         positions, coupling: of the rows.
         target_ids: maps draft token ids to target token ids.
+        scored: whether scores are wanted.
 
     Returns:
         tokens and scores of all rows, as `candidates.rank` gives them. A score's normaliser is the
         block drafter's own: the correction moves probability among the tokens it looks at.
     """
     temperatures = torch.where(coupling.temperatures > 0, coupling.temperatures, 1.0)[:, None]
-    scaled = logits.float() / temperatures
+    scaled = logits.float()
+    if coupling.sampled:
+        scaled = scaled / temperatures
     values, ids = scaled.topk(min(_CONSIDERED, scaled.shape[-1]))
-    share = values.logsumexp(-1, keepdim=True) - scaled.logsumexp(-1, keepdim=True)
+    share = torch.zeros_like(temperatures)
+    if scored:
+        share = values.logsumexp(-1, keepdim=True) - scaled.logsumexp(-1, keepdim=True)
     known = target_ids(ids)
     noise = None
     if coupling.sampled:
@@ -79,4 +86,4 @@ def draft_chains(
     wanted = [depth * len(depths) + i for i in block for depth in range(depths[i])]
     chosen = torch.cat(tokens)[wanted].tolist()
     # Rounding must not make a child likelier than its parent.
-    return chosen, torch.cat(scores)[wanted].clamp(max=0.0).tolist()
+    return chosen, torch.cat(scores)[wanted].clamp(max=0.0).tolist() if scored else []

@@ -33,7 +33,7 @@ class LocalHeadConfig:
     hidden_size: int
     vocab_size: int
     depth: int
-    state_size: int = 256
+    state_size: int = 128
     rank: int = 64
     weight: float = 0.3
     unigram_weight: float = 0.3

@@ -139,6 +139,7 @@ class LengthHeadObjective:
                 rows,
                 Coupling(torch.zeros(len(rows), device=rows.device), rows, sampled=False),
                 target_ids,
+                scored=False,
             )
             best += chains[0]
         return torch.tensor(best).view(-1, depth)
