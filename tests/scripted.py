@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from whiflash_agents.batch.session import EngineSession, SessionSpec
+from whiflash_agents.batch.session import EngineSession
+from whiflash_agents.batch.session_spec import SessionSpec
 from whiflash_agents.chat import InvalidToolCall, Span, Turn
 from whiflash_agents.engine.errors import RequestError
 from whiflash_agents.engine.request import (

@@ -36,7 +36,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """No model is looked for; the list holds the names that were asked for."""
     asked: list[str | None] = []
 
-    def resolve(name: str | None) -> ModelFiles:
+    def resolve(name: str | None, adapter: str | None) -> ModelFiles:
         asked.append(name)
         return ModelFiles(Path("nowhere"), "scripted")
 

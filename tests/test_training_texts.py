@@ -12,7 +12,8 @@ from scripted import write_traces
 
 from whiflash_agents import training_texts
 from whiflash_agents.batch.progress import SilentProgress
-from whiflash_agents.batch.session import EngineSession, Models, SessionSpec
+from whiflash_agents.batch.session import EngineSession
+from whiflash_agents.batch.session_spec import Models, SessionSpec
 from whiflash_agents.engine.errors import OutputError, SettingsError, TraceError, WorkerError
 from whiflash_agents.engine.training.texts import TrainingText
 from whiflash_agents.models import resolve_model

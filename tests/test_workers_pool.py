@@ -14,7 +14,8 @@ from scripted import echo_session, spec, write_traces
 
 from whiflash_agents import models
 from whiflash_agents.batch import LocalRunner, Row, WhiFlashBatch, generated_part
-from whiflash_agents.batch.session import EngineSession, SessionSpec
+from whiflash_agents.batch.session import EngineSession
+from whiflash_agents.batch.session_spec import SessionSpec
 from whiflash_agents.engine.errors import CheckpointError, SettingsError, WorkerError
 from whiflash_agents.models import ModelFiles
 from whiflash_agents.settings import Settings
@@ -67,7 +68,9 @@ def collect(pool: EnginePool, count: int) -> dict[str, dict[str, Any]]:
 def test_two_workers_give_the_rows_of_the_in_process_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "resolve_model", lambda name: ModelFiles(Path("x"), "scripted"))
+    monkeypatch.setattr(
+        models, "resolve_model", lambda name, adapter: ModelFiles(Path("x"), "scripted")
+    )
     traces = write_traces(
         tmp_path / "t.jsonl",
         {f"t{n}": ["one", "1", "REFUSED" if n == 2 else "two", "2"] for n in range(6)},

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from whiflash_agents.batch.inputs import readable_twice
 from whiflash_agents.batch.plan import Row, check_input, plan_trace
-from whiflash_agents.batch.session import EngineSession, Models, SessionSpec, build_session
+from whiflash_agents.batch.session import EngineSession, build_session
+from whiflash_agents.batch.session_spec import Models, SessionSpec
 from whiflash_agents.bench_figures import BenchRow, Contender, Failures
 from whiflash_agents.bench_peers import Prompt, run_transformers
 from whiflash_agents.engine.errors import SettingsError, TraceError, WhiFlashError

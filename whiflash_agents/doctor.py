@@ -120,7 +120,7 @@ def _load_target(settings: Settings, path: Path) -> Target:
     from whiflash_agents.engine.target import Target
 
     device, dtype = pick_device(settings.model.device, settings.model.dtype)
-    return Target.load(path, device=device, dtype=dtype)
+    return Target.load(path, device=device, dtype=dtype, adapter=settings.model.adapter)
 
 
 def _drafters(settings: Settings, target: Target, asked: dict[str, str]) -> Iterator[Finding]:

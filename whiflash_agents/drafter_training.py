@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from whiflash_agents.batch.inputs import readable_twice
 from whiflash_agents.batch.plan import check_input, row_seed
-from whiflash_agents.batch.session import Models, SessionSpec
+from whiflash_agents.batch.session_spec import Models, SessionSpec
 from whiflash_agents.drafter_acceptance import measure_acceptance
 from whiflash_agents.drafter_kinds import NewNetwork, describe
 from whiflash_agents.drafter_plan import COMPUTED, TrainedDrafter, TrainingPlan
@@ -122,7 +122,7 @@ class DrafterTraining:
         run = settings.run
         counted = check_input(paths, run.mode, format=run.format, limit=run.limit, names=names)
         self._progress.phase("finding the model")
-        model = resolve_model(settings.model.target)
+        model = resolve_model(settings.model.target, settings.model.adapter)
         init = None if plan.init is None else resolve_drafter(plan.init, plan.network.family)
         self._progress.phase(f"loading {model.name}")
         models = Models.load(self._spec(model))

@@ -15,7 +15,7 @@ from whiflash_agents.calibration import FILE, Calibration
 from whiflash_agents.settings import DEFAULT_ENTROPY
 
 if TYPE_CHECKING:
-    from whiflash_agents.batch.session import Models, SessionSpec
+    from whiflash_agents.batch.session_spec import Models, SessionSpec
     from whiflash_agents.engine.routing.base import Router
     from whiflash_agents.engine.routing.weights import MadeFor
 

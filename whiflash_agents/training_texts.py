@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from whiflash_agents.batch.figures import RunFigures
 from whiflash_agents.batch.order import RowOrder
 from whiflash_agents.batch.plan import InputCount, Row, TracePlan, plan_rows, plan_trace
-from whiflash_agents.batch.session import EngineSession, Models, SessionSpec, build_session
+from whiflash_agents.batch.session import EngineSession, build_session
+from whiflash_agents.batch.session_spec import Models, SessionSpec
 from whiflash_agents.engine.errors import SettingsError, TraceError
 from whiflash_agents.engine.training.texts import TrainingText
 from whiflash_agents.response_file import Response, ResponseFile

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from whiflash_agents.batch.plan import Row
-from whiflash_agents.batch.session import EngineSession, SessionSpec
+from whiflash_agents.batch.session import EngineSession
+from whiflash_agents.batch.session_spec import SessionSpec
 
 
 class EngineWorker:

@@ -14,7 +14,8 @@ from typing import Any
 
 from whiflash_agents.batch.local import ROWS_PER_SLOT
 from whiflash_agents.batch.plan import Row
-from whiflash_agents.batch.session import EngineSession, SessionSpec, load_session
+from whiflash_agents.batch.session import EngineSession, load_session
+from whiflash_agents.batch.session_spec import SessionSpec
 from whiflash_agents.engine.errors import SettingsError, WhiFlashError, WorkerError
 from whiflash_agents.settings import Settings
 

@@ -7,7 +7,8 @@ from .progress import Progress
 from .rows import generated_part
 from .run import WhiFlashBatch
 from .runner import Runner
-from .session import EngineSession, SessionSpec
+from .session import EngineSession
+from .session_spec import SessionSpec
 
 __all__ = [
     "EngineSession",

@@ -9,7 +9,8 @@ from whiflash_agents.engine.errors import SettingsError, WorkerError
 from whiflash_agents.settings import Settings
 
 from .plan import Row
-from .session import EngineSession, SessionSpec, load_session
+from .session import EngineSession, load_session
+from .session_spec import SessionSpec
 
 # Rows held per decoding slot: one decodes, one waits, so that a slot is never left empty.
 ROWS_PER_SLOT = 2

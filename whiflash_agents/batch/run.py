@@ -27,7 +27,7 @@ from .plan import check_input, plan_rows
 from .progress import Progress, SilentProgress
 from .rows import encode_row
 from .runner import Runner, RunnerFactory
-from .session import SessionSpec
+from .session_spec import SessionSpec
 from .writer import STDOUT, OutputFile
 
 POLL_SECONDS = 0.5  # how often a stop request is looked at while nothing finishes

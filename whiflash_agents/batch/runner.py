@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from whiflash_agents.settings import Settings
 
 from .plan import Row
-from .session import SessionSpec
+from .session_spec import SessionSpec
 
 OutputRow = dict[str, Any]
 
