@@ -103,7 +103,7 @@ class DrafterTraining:
                 what is wrong and what to do; what was done is kept.
         """
         try:
-            folder = TrainingFolder(self.plan.output)
+            folder = TrainingFolder(self.plan.output, self.plan.init)
             with readable_twice(traces) as paths, folder.locked():
                 return self._run(paths, [str(trace) for trace in traces], folder)
         finally:

@@ -23,15 +23,21 @@ class TrainingFolder:
 
     Args:
         path: new, empty, or of an earlier sitting.
+        begun_with: name or folder of the drafter that training begins with, which stays as it is.
 
     Raises:
-        OutputError: it holds something else, or cannot be.
+        OutputError: it holds something else, is the folder that training begins with, or cannot be.
 
     Attributes:
         state: folder of the checkpoints.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begun_with: str | None = None) -> None:
+        if begun_with is not None and Path(begun_with).expanduser().resolve() == path.resolve():
+            raise OutputError(
+                f"output {path} is the drafter that training begins with, which stays as it is; "
+                "name another folder"
+            )
         self.path = path
         self.state = path / "training"
         if not path.exists():
