@@ -202,7 +202,7 @@ LAGGING = [
         {"prose": PROSE, "json": JSON},
         [[("prose", 16000.0), ("json", 30000.0)]],
         catch_up=DEAR,
-        steps=20000,
+        steps=10000,
     ),
 ]
 WORKLOADS = [*STATIONARY, *TOLD, *UNTOLD, *BATCHES, *LAGGING]

@@ -44,8 +44,6 @@ from whiflash_agents.engine.routing.step import Choices, Step
 from whiflash_agents.engine.telemetry import RoundRecord
 
 NAMES = [workload.name for workload in WORKLOADS]
-# Two arms of nearly equal rates, and switches that cost many rounds: telling them apart takes long.
-LEAST = {"long spans with dear switches": 0.975}
 
 
 def named(name: str) -> Workload:
@@ -98,7 +96,7 @@ def test_there_are_twenty_workloads_or_more_of_different_names() -> None:
 def test_cost_aware_router_is_within_2_percent_of_the_best_policy(workload: Workload) -> None:
     done = run(workload.name)
     figures = done.router.figures()
-    assert ratio(workload, done.result) >= LEAST.get(workload.name, 0.98), figures
+    assert ratio(workload, done.result) >= 0.98, figures
     assert figures["rounds"] == done.result.arms
     assert figures["explored_loss"] <= 0.006 + figures["first_loss"] + 1e-4
 

@@ -231,7 +231,6 @@ class CostAwareRouter(Router):
         if waiting and not any(new):
             return None
         best, best_priority = None, 0.0
-        first: tuple[int, int, float] | None = None
         for index, (route, backlog) in enumerate(zip(routes, backlogs, strict=True)):
             if waiting and not new[index]:
                 continue
@@ -246,15 +245,10 @@ class CostAwareRouter(Router):
                 loss = max(loss, least)
                 name = self._names[arm]
                 if new[index] and exploration.unknown(name, route.place[1]):
-                    # Cheap ones first: what they find makes the others' prospects worse or better.
-                    if first is None or loss < first[2]:
-                        first = index, arm, loss
-                    continue
+                    return index, arm, loss
                 priority = exploration.idle(name, route.place) / loss
                 if priority > best_priority:
                     best, best_priority = (index, arm, loss), priority
-        if first is not None:
-            return first
         self._saving_for = 0.0 if best is None else best[2]
         return None if best is None or best[2] > exploration.account else best
 
