@@ -164,3 +164,17 @@ def test_it_stands_for_the_router_that_it_watches() -> None:
 def test_numbers_of_steps_below_1_are_refused(setting: str) -> None:
     with pytest.raises(SettingsError, match=rf"guard: {setting}=0"):
         Guard(CostAwareRouter(ARMS), **{setting: 0})
+
+
+class Learning(Flipping):
+    """Tries the arm that is dear here a few times, then knows better."""
+
+    def route(self, sequences: Sequence[Any]) -> list[str]:
+        self._rounds += 1
+        return ["eagle3" if self._rounds <= 2 else "lookup"] * len(sequences)
+
+
+def test_a_router_may_find_out_about_its_arms_before_one_is_pinned() -> None:
+    guard = Guard(Learning())
+    Simulation(one("copy", COPY, verify=CPU, steps=60), guard).run()
+    assert guard.figures()["guard"]["pins"] == 0
