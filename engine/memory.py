@@ -33,6 +33,13 @@ def device_memory(device: torch.device) -> int | None:
         return None
 
 
+def size_text(size: int) -> str:
+    """A number of bytes in the largest unit that it has one of: `1.50 GiB`, `24.0 MiB`."""
+    if size >= 2**30:
+        return f"{size / 2**30:,.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
 def _free_memory() -> int:
     """Available physical memory in bytes; 8 GiB where the system does not tell."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,11 +90,15 @@ def test_what_is_trained_drafts_in_a_run_and_says_what_it_is(
     for wanted in (
         "drafter for target",
         "`traces.jsonl`: 12 traces with 24 assistant turns",
-        "the target's own answers",
+        "responses (mode replay): the target's own answers to every recorded history, greedily",
         "seed 0, 2 epochs of 4 texts per step",
         "whiflash-batch",
         "| held-out loss |",
         f"| {kind} | all |",
+        "| held-out acceptance length (greedy drafts from anywhere) |",
+        "training's own, on 4 held-out texts after the last step",
+        "along 4 held-out texts (mode replay, greedily), with the weights as they are saved",
+        f"- {kind}: {'trees of up to 60 tokens' if kind == 'eagle3' else 'a block as a chain'}",
     ):
         assert wanted in card
     assert str(folder) not in card.split("```")[2]  # files are named, folders are not
@@ -248,15 +253,19 @@ def test_other_settings_are_refused_until_it_is_begun_anew(
     first = train(folder, "eagle3", output, "--minutes", "0.0005")
     assert first.exit_code == 1
     for options, told in (
-        (("--learning-rate", "0.01"), "peak_learning_rate: 0.001, now 0.01"),
-        (("--steps", "3"), "drafter.steps: 7, now 3"),
-        (("--no-warm-start",), "begin: 'warm start', now 'random weights'"),
-        (("--held-out", "0"), "texts.count"),
+        (("--learning-rate", "0.01"), "(--learning-rate: 0.001, now 0.01)"),
+        (("--steps", "3"), "(--steps: 7, now 3)"),
+        (("--draft-vocab", "90"), "(--draft-vocab: "),
+        (("--no-warm-start",), "(--warm-start, now --no-warm-start)"),
+        (("--held-out", "0"), "(the turns that texts are made of: 20, now 24)"),
     ):
         result = train(folder, "eagle3", output, *options)
         assert result.exit_code == 2
         assert told in result.stderr
         assert "--restart" in result.stderr
+    (output / "training" / "wanted.json").unlink()  # as for recorded turns: the texts are compared
+    result = train(folder, "eagle3", output, "--held-out", "0")
+    assert "(the texts: 20, now 24)" in result.stderr
     result = train(folder, "eagle3", output, "--no-warm-start", "--restart")
     assert result.exit_code == 0, result.stderr
     assert weights(output) != weights(trained["eagle3"])
@@ -294,12 +303,14 @@ def test_features_on_disk_train_the_same_drafter_and_are_computed_once(
     monkeypatch.setattr(ComputedFeatures, "__call__", counted)
     result = train(folder, "eagle3", tmp_path / "e", "--features", str(tmp_path / "f"))
     assert result.exit_code == 0, result.stderr
-    assert "GiB are still to be written" in result.stderr
+    assert "KiB are still to be written" in result.stderr
     assert len(calls) == len(set(calls)) == 24
     assert weights(tmp_path / "e") == weights(trained["eagle3"])
     other = train(folder, "dflash", tmp_path / "d", "--features", str(tmp_path / "f"))
     assert other.exit_code == 2
-    assert "layers: [0, 1], now [1, 2]" in other.stderr
+    assert "holds features of something else (--feature-layers: 0,1, now 1,2)" in other.stderr
+    again = train(folder, "eagle3", tmp_path / "e", "--features", str(tmp_path / "f"))
+    assert "all are there" in again.stderr
 
 
 def test_recorded_turns_can_be_trained_on_without_generating(folder: Path, tmp_path: Path) -> None:
@@ -318,25 +329,38 @@ def test_recorded_turns_can_be_trained_on_without_generating(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("kind", "options", "told"),
     [
-        ("eagle3", ("--epochs", "0"), "epochs=0.0: expected a number above 0"),
-        ("eagle3", ("--held-out", "0.9"), "held_out=0.9"),
-        ("eagle3", ("--steps", "0"), "steps=0"),
+        ("eagle3", ("--epochs", "0"), "--epochs=0.0: expected a number above 0"),
+        ("eagle3", ("--held-out", "0.9"), "--held-out=0.9: expected a share from 0 to 0.5"),
+        ("eagle3", ("--learning-rate", "0"), "--learning-rate=0.0: expected a rate above 0"),
+        ("eagle3", ("--minutes", "0"), "--minutes=0.0: expected minutes above 0\n"),
+        ("eagle3", ("--checkpoint-minutes", "-5"), "--checkpoint-minutes=-5.0: expected minutes"),
+        ("eagle3", ("--texts-per-batch", "0"), "--texts-per-batch=0"),
+        ("eagle3", ("--steps", "0"), "--steps=0"),
         ("eagle3", ("--draft-vocab", "100000"), "expected 1 to the target's"),
-        ("eagle3", ("--feature-layers", "0,9"), "feature_layers=[0, 9]"),
+        ("eagle3", ("--draft-vocab", "0"), "--draft-vocab: a draft vocabulary of 0 tokens"),
+        ("eagle3", ("--feature-layers", "0,9"), "--feature-layers=0,9: expected ascending"),
         ("eagle3", ("--feature-layers", "a,b"), "expected numbers with commas"),
-        ("eagle3", ("--init", "./none"), "no folder ./none"),
-        ("dflash", ("--block-size", "1"), "block_size=1"),
-        ("dflash", ("--layers", "9"), "num_layers=9"),
-        ("dflash", ("--mask-token", "-1"), "mask_token_id=-1"),
-        ("dflash", ("--init", "x", "--block-size", "4"), "block_size cannot be given with init"),
-        ("dflash", ("--init", "x", "--warm-start"), "warm_start cannot be given with init"),
+        ("eagle3", ("--init", "./none"), "--init: there is no folder ./none"),
+        ("dflash", ("--block-size", "1"), "--block-size=1"),
+        ("dflash", ("--layers", "9"), "--layers=9: the target has 2 layers"),
+        ("dflash", ("--layers", "9"), "(--no-warm-start)"),
+        ("dflash", ("--mask-token", "-1"), "--mask-token=-1"),
+        ("dflash", ("--anchors", "0"), "--anchors=0"),
+        (
+            "dflash",
+            ("--init", "x", "--block-size", "4"),
+            "--block-size cannot be given with --init='x'",
+        ),
+        ("dflash", ("--init", "x", "--warm-start"), "--warm-start cannot be given with --init"),
         (
             "dflash",
             ("--objective", "on-policy", "--features", "f"),
-            "the on-policy objective computes them itself",
+            "--features='f': the on-policy objective computes them itself",
         ),
-        ("dflash", ("--mode", "continue", "--no-regenerate"), "mode='continue'"),
-        ("dflash", ("--max-length", "5"), "longer than 5 tokens"),
+        ("dflash", ("--mode", "continue", "--no-regenerate"), "--mode='continue' writes turns"),
+        ("dflash", ("--no-regenerate",), "r.jsonl': with --no-regenerate recorded turns are"),
+        ("dflash", ("--max-length", "5"), "24 turns left out, 24: longer than 5 tokens"),
+        ("dflash", ("--limit", "1"), "--held-out=0.2: 1 trace cannot be trained on and held out"),
         ("dflash", ("--eagle3-depth", "5"), "No such option"),
         ("eagle3", ("--temperature", "-1"), "--temperature: -1.0"),
     ],
@@ -361,12 +385,35 @@ def test_what_is_in_the_output_is_nobody_elses(folder: Path, tmp_path: Path) -> 
     for options in ((), ("--restart",)):
         result = train(folder, "eagle3", mine, *options)
         assert result.exit_code == 2
-        assert "no training here wrote" in result.stderr
+        assert "holds config.json, and no folder training/" in result.stderr
+        assert "name a new or an empty folder" in result.stderr
     assert (mine / "config.json").read_text() == "{}"
     result = train(folder, "eagle3", mine / "config.json")
     assert "is a file; name a folder" in result.stderr
     result = train(folder, "eagle3", tmp_path / "none" / "e")
     assert f"there is no directory {tmp_path / 'none'}" in result.stderr
+
+
+def test_a_drafter_without_its_checkpoints_is_told_as_what_it_is(
+    folder: Path, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "e"
+    shutil.copytree(trained["eagle3"], output)
+    shutil.rmtree(output / "training")
+    for options in ((), ("--restart",)):
+        result = train(folder, "eagle3", output, *options)
+        assert result.exit_code == 2
+        assert "holds a drafter that whiflash-batch train wrote, but not its" in result.stderr
+        assert "begin with it (--init" in result.stderr
+    result = train(folder, "eagle3", tmp_path / "new", "--init", str(output), "--epochs", "0.1")
+    assert result.exit_code == 0, result.stderr
+    # Emptied it is still a folder of ours, also after a command that came to nothing.
+    (output / "training").mkdir()
+    assert train(folder, "eagle3", output, "--epochs", "0").exit_code == 2
+    assert train(folder, "eagle3", output, "--init", "./none").exit_code == 2
+    result = train(folder, "eagle3", output)
+    assert result.exit_code == 0, result.stderr
+    assert weights(output) == weights(trained["eagle3"])
 
 
 def test_two_trainings_in_one_folder_are_one_too_many(folder: Path, tmp_path: Path) -> None:

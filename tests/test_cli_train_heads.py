@@ -85,8 +85,15 @@ def test_what_is_trained_is_the_drafter_with_its_head(
         "`local-head`",
         "held-out verification saved",
         "| all |",
+        "- a local head, as it came with the drafter begun with: `local_head.json`",
+        "- a length head, trained here: `model.safetensors`, with the drafter's weights",
+        "- dflash: a block as a chain, with its local head and its length head",
+        "- dflash-plain: the same without the length head",
     ):
         assert wanted in card
+    card = (local / "README.md").read_text()
+    assert "- a local head, trained here: `local_head.json` and `local_head.safetensors`" in card
+    assert "a length head" not in card
 
 
 def test_output_is_the_same_with_the_heads(folder: Path, trained: dict[str, Path]) -> None:
@@ -120,8 +127,8 @@ def test_other_drafters_and_settings_are_refused_until_it_is_begun_anew(
     output = tmp_path / "d"
     assert train(folder, "length-head", output, "--minutes", "1e-6").exit_code == 1
     for options, drafter, told in (
-        (("--bottleneck", "12"), None, "drafter.bottleneck: 256, now 12"),
-        ((), trained["local-head"], "begin: 'drafter"),
+        (("--bottleneck", "12"), None, "(--bottleneck: 256, now 12)"),
+        ((), trained["local-head"], "(--dflash: another drafter)"),
     ):
         result = train(folder, "length-head", output, *options, drafter=drafter)
         assert result.exit_code == 2
@@ -139,13 +146,14 @@ def test_drafters_that_no_head_can_be_trained_for_are_refused_before_anything(
         result = train(folder, kind, tmp_path / "d", drafter=folder / "eagle3")
         assert result.exit_code == 2
         assert "holds an EAGLE-3 drafter" in result.stderr
+        assert "name the folder of another drafter (--dflash)" in result.stderr
         result = train(folder, kind, tmp_path / "d", drafter=tmp_path / "none")
         assert result.exit_code == 2
         assert "--dflash" in result.stderr
         assert not (tmp_path / "d").exists()
     result = train(folder, "local-head", tmp_path / "d", "--weight", "-1")
     assert result.exit_code == 2
-    assert "weight=-1.0" in result.stderr
+    assert "--weight=-1.0" in result.stderr
 
 
 def test_doctor_tells_of_the_heads(folder: Path, trained: dict[str, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from whiflash_agents.engine.errors import ContextLengthError, OutputError, SettingsError
+from whiflash_agents.engine.memory import size_text
 from whiflash_agents.engine.target import Target
 from whiflash_agents.engine.training import feature_cache
 from whiflash_agents.engine.training.feature_cache import MANIFEST, CachedFeatures
@@ -174,9 +175,17 @@ def test_features_that_do_not_fit_the_disk_are_refused_before_anything_is_writte
     cache = CachedFeatures(ComputedFeatures(tiny.target(), LAYERS), tmp_path / "f")
     few = SimpleNamespace(total=10**9, used=0, free=2 * 10**7 + 1000)
     monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda place: few)
-    with pytest.raises(SettingsError, match=r"GiB .*--features computed"):
+    with pytest.raises(
+        SettingsError, match=r" KiB in .*, where 19\.1 MiB are free; .*--features computed"
+    ):
         cache.check_room([text()])
     assert not (tmp_path / "f").exists()
+
+
+def test_sizes_are_told_in_a_unit_that_fits() -> None:
+    told = {0: "0.0 KiB", 5 << 10: "5.0 KiB", 3 << 19: "1.5 MiB", 2**30 - 1: "1024.0 MiB"}
+    told |= {2**30: "1.00 GiB", 5 << 40: "5,120.00 GiB"}
+    assert {size: size_text(size) for size in told} == told
 
 
 def test_a_folder_of_another_target_layers_or_dtype_is_refused(tmp_path: Path) -> None:

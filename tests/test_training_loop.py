@@ -19,9 +19,9 @@ import small_objective
 import torch
 from small_objective import NextToken, loop, texts, weights
 
-from whiflash_agents.engine.errors import OutputError, SettingsError
-from whiflash_agents.engine.training.checkpoint import Checkpoints
-from whiflash_agents.engine.training.held_out import evaluate, split_texts
+from whiflash_agents.engine.errors import Change, ChangedError, OutputError, SettingsError
+from whiflash_agents.engine.training.checkpoint import Checkpoints, check_known
+from whiflash_agents.engine.training.held_out import evaluate, held_out_groups, split_texts
 from whiflash_agents.engine.training.loop import StepReport, TrainingLoop
 from whiflash_agents.engine.training.objective import Loss
 from whiflash_agents.engine.training.schedule import Schedule, TrainSettings
@@ -304,6 +304,29 @@ def test_checkpoints_of_other_texts_are_refused(tmp_path: Path) -> None:
         TrainingLoop(NextToken(), texts()[:9], settings, tmp_path).run()
 
 
+def test_what_is_known_before_there_are_texts_is_compared_first(tmp_path: Path) -> None:
+    assert not check_known(tmp_path, {"target": "b"})  # there is no checkpoint
+    identity = {"target": "a", "network": {"size": 3, "mask": 7}}
+    running = loop(tmp_path, identity=identity, max_minutes=1e-9)
+    running.run()
+    assert check_known(tmp_path, {"target": "a", "network": {"size": 3}})
+    assert check_known(tmp_path, {"settings": running.settings.decisive()})
+    for known, told in (
+        ({"target": "b"}, [Change("target", "a", "b")]),
+        ({"network": {"size": 4}}, [Change("network.size", 3, 4)]),
+        ({"network": {"depth": 1}}, [Change("network.depth", None, 1)]),
+    ):
+        with pytest.raises(ChangedError) as error:
+            check_known(tmp_path, known)
+        assert list(error.value.changes) == told
+    running.checkpoints.check()
+    with pytest.raises(ChangedError):
+        loop(tmp_path, identity={"target": "a"}).checkpoints.check()
+    (stand_at,) = tmp_path.glob("step-*")
+    (stand_at / "state.json").write_text("torn")
+    assert not check_known(tmp_path, {"target": "b"})  # `restore` tells of it
+
+
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_others_stay(tmp_path: Path) -> None:
     loop(tmp_path / "k", max_minutes=1e-9).run()
     blocked = tmp_path / "file"
@@ -418,6 +441,12 @@ def test_texts_of_a_group_go_together() -> None:
     assert not {group(text) for text in train} & {group(text) for text in held}
 
 
+def test_what_is_held_out_is_known_without_the_texts() -> None:
+    for share in (0.0, 0.001, 0.2, 0.5):
+        held = split_texts(texts(30), share)[1]
+        assert held_out_groups([text.id for text in texts(30)], share) == {t.id for t in held}
+
+
 def test_both_sides_have_a_text_where_there_are_two() -> None:
     for share in (0.001, 0.5):
         for number in range(12):
@@ -425,7 +454,7 @@ def test_both_sides_have_a_text_where_there_are_two() -> None:
             train, held = split_texts(pair, share)
             assert len(train) == len(held) == 1
     assert split_texts(texts(1), 0.0) == (texts(1), [])
-    with pytest.raises(SettingsError, match="--held-out 0"):
+    with pytest.raises(SettingsError, match=r"1 trace cannot .* \(--held-out 0\)"):
         split_texts(texts(1), 0.1)
     with pytest.raises(SettingsError, match=r"held_out=0\.7"):
         split_texts(texts(), 0.7)

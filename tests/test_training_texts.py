@@ -14,7 +14,13 @@ from whiflash_agents import training_texts
 from whiflash_agents.batch.progress import SilentProgress
 from whiflash_agents.batch.session import EngineSession
 from whiflash_agents.batch.session_spec import Models, SessionSpec
-from whiflash_agents.engine.errors import OutputError, SettingsError, TraceError, WorkerError
+from whiflash_agents.engine.errors import (
+    ChangedError,
+    OutputError,
+    SettingsError,
+    TraceError,
+    WorkerError,
+)
 from whiflash_agents.engine.training.texts import TrainingText
 from whiflash_agents.models import resolve_model
 from whiflash_agents.response_file import Response, ResponseFile
@@ -26,6 +32,7 @@ from whiflash_agents.training_texts import (
     regenerated_texts,
     trace_of,
 )
+from whiflash_agents.wanted_turns import WantedTurns
 
 TRACES = {"a": ["What is up?", "Much.", "And now?", "Little."], "b": ["Hello!", "Hi."]}
 IDS = ["a#0", "a#1", "b#0"]
@@ -53,7 +60,7 @@ def settings_of(target: Path, **changes: Any) -> Settings:
 def regenerate(
     target: Path, models: Models, traces: Path, path: Path, **changes: Any
 ) -> training_texts.TextSet:
-    options = {k: changes.pop(k) for k in ("concurrency", "max_length") if k in changes}
+    options = {k: changes.pop(k) for k in ("concurrency", "max_length", "check") if k in changes}
     return regenerated_texts(
         [traces],
         settings_of(target, **changes),
@@ -212,6 +219,60 @@ def test_texts_that_would_be_too_long_are_left_out_before_they_are_generated(
     reused = regenerate(target, models, traces, tmp_path / "r.jsonl", max_length=longest)
     assert reused.texts == found.texts
     assert reused.generated == 0
+
+
+def test_what_is_wanted_is_told_before_it_is_generated_and_can_be_refused(
+    target: Path, models: Models, traces: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.jsonl"
+    regenerate(target, models, traces, path, limit=1)
+    kept = path.read_bytes()
+    told: list[WantedTurns] = []
+
+    def refuse(wanted: WantedTurns) -> None:
+        told.append(wanted)
+        raise SettingsError("not these")
+
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="not these"):
+            regenerate(target, models, traces, path, check=refuse)
+    assert path.read_bytes() == kept
+    first, again = told
+    assert list(first.prompts) == IDS
+    assert first.missing == {"b#0"}
+    assert first.traces() == ["a", "b"]
+    assert again == first
+    longest = regenerate(target, models, traces, path).texts[1].responses[0][0]
+    for file in (path, tmp_path / "new.jsonl"):  # whether they are answered or not
+        with pytest.raises(SettingsError, match="not these"):
+            regenerate(target, models, traces, file, check=refuse, max_length=longest)
+        assert list(told[-1].prompts) == ["a#0", "b#0"]
+
+
+def test_turns_that_training_was_begun_with_are_told_from_others(tmp_path: Path) -> None:
+    def wanted(*prompts: int, limit: int = 5, missing: bool = False) -> WantedTurns:
+        turns = WantedTurns({"max_tokens": limit})
+        for number, prompt in enumerate(prompts):
+            turns.add(f"t{number}#0", (1, prompt), missing=missing)
+        return turns
+
+    wanted(1, 2, 3).check(tmp_path, {"t0"})  # there is nothing to compare with
+    wanted(1, 2, 3).keep(tmp_path, {"t0"})
+    wanted(1, 2, 3, missing=True).check(tmp_path, {"t0"})
+    wanted(9, 2, 3).check(tmp_path, {"t0"})  # a trace that is held out is not trained on
+    for other, held_out, told in (
+        (wanted(1, 2, 4), {"t0"}, r"turns\.fingerprint"),
+        (wanted(1, 2, 3, 4), {"t0"}, r"turns\.count: 2, now 3"),
+        (wanted(1, 2, 3), set(), r"turns\.count: 2, now 3"),
+        (wanted(1, 2, 3, limit=6), {"t0"}, "max_tokens: 5, now 6"),
+    ):
+        with pytest.raises(ChangedError, match=told):
+            other.check(tmp_path, held_out)
+    (tmp_path / "wanted.json").write_text("torn")
+    wanted(4).check(tmp_path, set())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot be written"):
+        wanted(4).keep(tmp_path / "file", set())
 
 
 def test_the_next_turn_can_be_written_too(target: Path, models: Models, tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ import torch
 from whiflash_agents.engine.drafters.layers import DraftHead
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.engine.training.texts import TrainingText
-from whiflash_agents.engine.training.vocabulary import choose_vocabulary, draft_ids
+from whiflash_agents.engine.training.vocabulary import (
+    choose_vocabulary,
+    coverage,
+    draft_ids,
+)
 
 
 def text(name: str, prompt: list[int], response: list[int]) -> TrainingText:
@@ -26,6 +30,13 @@ def test_the_tokens_of_responses_are_kept_by_frequency() -> None:
     assert vocabulary.ids == (3, 5, 7)  # of 3 and 11, both said once, the lower one
     assert vocabulary.coverage == 7 / 8
     assert len(vocabulary) == 3
+
+
+def test_what_a_vocabulary_has_of_other_texts_can_be_told() -> None:
+    d2t = choose_vocabulary(TEXTS, 3, 20).d2t  # 3, 5 and 7
+    assert coverage(d2t, TEXTS) == 7 / 8
+    assert coverage(d2t, [text("c", [3, 5], [7, 9, 9])]) == 1 / 3
+    assert coverage(d2t, [TrainingText("d", (3, 5), ())]) is None
 
 
 def test_tokens_that_must_be_there_displace_others() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,13 @@ from .cli_options import (
     settings_options,
     table_console,
 )
-from .cli_train_options import drafter_options
+from .cli_train_options import drafter_options, options_from_elsewhere
 
 if TYPE_CHECKING:
     from whiflash_agents.drafter_kinds import KindOptions
     from whiflash_agents.drafter_plan import TrainedDrafter
     from whiflash_agents.drafter_training import DrafterTraining
+    from whiflash_agents.settings import Settings
 
 # What training does not take of a study's options: there is no drafter yet, and no router.
 NOT_IN_TRAINING = {
@@ -198,13 +199,15 @@ def train_drafter(
     """What every command that trains a drafter or a head does; ends the process."""
     from whiflash_agents.drafter_plan import TrainingPlan
     from whiflash_agents.drafter_training import DrafterTraining
+    from whiflash_agents.option_names import in_options
     from whiflash_agents.settings import load_settings
     from whiflash_agents.training_progress import training_progress
 
     values["stop"] = list(values["stop"]) or None
-    outcome = None
+    outcome = settings = None
     with _interrupts() as received:
         try:
+            settings = load_settings({**values, "workers": 0}, config=config)
             plan = TrainingPlan(
                 network,
                 Path(output),
@@ -222,14 +225,15 @@ def train_drafter(
                 warm_start=warm_start,
                 max_length=max_length,
                 restart=not resume,
-                command=shlex.join(["whiflash-batch", *sys.argv[1:]]),
+                command=_command(settings, list(values)),
             )
-            settings = load_settings({**values, "workers": 0}, config=config)
             running = DrafterTraining(settings, plan, progress=training_progress(quiet))
             received.training = running
             outcome = running.run(traces)
         except WhiFlashError as error:
-            fail(error, EXIT_USAGE)
+            head = network.kind != network.family
+            told = in_options(error, family=network.family, head=head, settings=settings)
+            fail(told, EXIT_USAGE)
         except KeyboardInterrupt:
             click.echo("whiflash-batch: interrupted; the same command goes on", err=True)
     if outcome is not None and not quiet:
@@ -237,6 +241,18 @@ def train_drafter(
     if received.signal is not None and (outcome is None or not outcome.training.finished):
         sys.exit(128 + received.signal)
     sys.exit(0 if outcome is not None and outcome.training.finished else EXIT_FAILED_ROWS)
+
+
+def _command(settings: Settings, fields: Sequence[str]) -> str:
+    """The command for the model card: as it was typed, and what came from elsewhere as options."""
+    typed = list(sys.argv[1:])
+    for at, word in enumerate(typed):
+        if word.partition("=")[0] == "--config":  # spelled out instead
+            del typed[at : at + (1 if "=" in word else 2)]
+            break
+    end = typed.index("--") if "--" in typed else len(typed)
+    typed[end:end] = options_from_elsewhere(settings, fields)
+    return shlex.join(["whiflash-batch", *typed])
 
 
 class _Received:
@@ -274,7 +290,10 @@ def _print_training(outcome: TrainedDrafter) -> None:
     for table in training_tables(outcome):
         console.print(table)
     if not outcome.training.finished:
-        console.print("unfinished; the same command goes on", highlight=False)
+        again = "the same command without --restart" if outcome.plan.restart else "the same command"
+        console.print(
+            f"unfinished; {again} goes on, and writes the drafter at the end", highlight=False
+        )
 
 
 @train.command(

@@ -3,10 +3,13 @@ run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from whiflash_agents.settings import Settings
 
 
 def _layers(
@@ -34,8 +37,9 @@ _DATA: list[Callable[[Any], Any]] = [
     click.option(
         "--responses",
         metavar="FILE",
-        help="Where the target's responses are kept, and taken from if they are there."
-        "  [default: responses.jsonl beside the output, which drafters there share]",
+        help="Where the target's responses are kept, and taken from if they are there; not with "
+        "--no-regenerate.  [default: responses.jsonl beside the output, which drafters there "
+        "share]",
     ),
     click.option(
         "--regenerate/--no-regenerate",
@@ -79,7 +83,8 @@ _DATA: list[Callable[[Any], Any]] = [
         "--minutes",
         type=float,
         metavar="X",
-        help="Stop training after X minutes, to be gone on with by the same command.",
+        help="Stop training after X minutes, to be gone on with by the same command; the drafter "
+        "is written at the end.",
     ),
     click.option(
         "--checkpoint-minutes",
@@ -95,7 +100,7 @@ _DATA: list[Callable[[Any], Any]] = [
         default=0.05,
         show_default=True,
         metavar="X",
-        help="Share of the traces that is kept to judge by; 0 for none.",
+        help="Share of the traces that is kept to judge by, at most 0.5; 0 for none.",
     ),
     click.option(
         "--max-length",
@@ -128,7 +133,8 @@ _DRAFTER: list[Callable[[Any], Any]] = [
         default="computed",
         show_default=True,
         metavar="computed|FOLDER",
-        help="Compute the target's hidden states in every epoch, or once and keep them in FOLDER.",
+        help="Compute the target's hidden states in every epoch, or once and keep them in FOLDER "
+        "(not with --objective on-policy).",
     ),
 ]
 _HEAD: list[Callable[[Any], Any]] = [
@@ -154,6 +160,30 @@ def drafter_options(command: Any) -> Any:
 def head_options(command: Any) -> Any:
     """Add the options of `train local-head` and `train length-head` to a command."""
     return _with(command, [*_DATA, *_HEAD, *_REST])
+
+
+def options_from_elsewhere(settings: Settings, fields: Iterable[str]) -> list[str]:
+    """The options that say what environment variables and a file set, for a command that is to do
+    the same without them.
+
+    Args:
+        fields: those that the command has options for.
+    """
+    from whiflash_agents.settings import option_name, sections
+
+    homes, words = sections(), []
+    for field in fields:
+        origin, option = settings.origin_of(field), option_name(field)
+        if origin is None or origin == option:
+            continue
+        value = getattr(getattr(settings, homes[field]), field)
+        if isinstance(value, bool):
+            words.append(option if value else option_name(f"no_{field}"))
+        elif isinstance(value, list):
+            words += [word for each in value for word in (option, str(each))]
+        elif value is not None:
+            words += [option, str(value)]
+    return words
 
 
 def _with(command: Any, options: list[Callable[[Any], Any]]) -> Any:

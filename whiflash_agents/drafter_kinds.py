@@ -100,6 +100,11 @@ class KindOptions(Protocol):
     def identity(self) -> dict[str, Any]:
         """What of the options decides what is learnt, beside the network's own shape."""
 
+    @property
+    def follows_texts(self) -> tuple[str, ...]:
+        """What of a training's identity depends on the texts, and is not known before them: names,
+        dotted."""
+
     def save(self, network: Any, folder: Path) -> None:
         """Write `network` in its public layout."""
 
@@ -176,6 +181,10 @@ class Eagle3Options:
 
     def identity(self) -> dict[str, Any]:
         return {"kind": self.kind, "steps": self.steps, "decay": self.decay}
+
+    @property
+    def follows_texts(self) -> tuple[str, ...]:
+        return ()
 
     def save(self, network: Any, folder: Path) -> None:
         from whiflash_agents.engine.checkpoints import save_eagle3
@@ -285,6 +294,10 @@ class DFlashOptions:
         names = ("objective", "anchors", "gamma")
         return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
 
+    @property
+    def follows_texts(self) -> tuple[str, ...]:
+        return () if self.mask_token is not None else ("network.mask_token_id",)
+
     def save(self, network: Any, folder: Path) -> None:
         from whiflash_agents.engine.checkpoints import save_dflash
 
@@ -305,6 +318,15 @@ def describe(network: Any) -> dict[str, Any]:
     """A drafter's configuration and the number of weights that are trained, as JSON takes it."""
     count = sum(p.numel() for p in network.parameters() if p.requires_grad)
     return {"weights": count, **asdict(network.config)}
+
+
+def draft_coverage(network: Any, texts: Sequence[TrainingText]) -> float | None:
+    """Share of the response tokens of `texts` that a drafter can say; None if that is all tokens
+    of the target, or there are no responses."""
+    from whiflash_agents.engine.training.vocabulary import coverage
+
+    d2t = None if network.head is None else network.head.d2t
+    return None if d2t is None else coverage(d2t, texts)
 
 
 def _ends(chat: Chat) -> set[int]:

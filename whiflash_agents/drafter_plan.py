@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whiflash_agents.training_texts import CONCURRENCY
+from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.training_texts import CONCURRENCY, check_recorded
 
 if TYPE_CHECKING:
     from whiflash_agents.batch.plan import InputCount
@@ -40,6 +42,9 @@ class TrainingPlan:
         max_length: longest text in tokens; the target's context if None.
         restart: begin anew, whatever an earlier sitting left.
         command: for the model card.
+
+    Raises:
+        SettingsError: a value out of range, or one that would be ignored.
     """
 
     network: KindOptions
@@ -60,6 +65,43 @@ class TrainingPlan:
     restart: bool = False
     command: str | None = None
 
+    def __post_init__(self) -> None:
+        minutes = math.inf if self.minutes is None else self.minutes
+        longest = 2 if self.max_length is None else self.max_length
+        for name, fits, expected in (
+            ("concurrency", self.concurrency >= 1, "an integer of at least 1"),
+            ("max_length", longest >= 2, "2 tokens or more"),
+            ("held_out", 0.0 <= self.held_out <= 0.5, "a share from 0 to 0.5"),
+            ("minutes", minutes > 0.0, "minutes above 0"),
+            ("checkpoint_minutes", self.checkpoint_minutes >= 0.0, "minutes, at least 0"),
+        ):
+            if not fits:
+                raise SettingsError(f"{name}={getattr(self, name)}: expected {expected}")
+        if self.features != COMPUTED and not self.network.reads_source:
+            raise SettingsError(
+                f"features={self.features!r}: the on-policy objective computes them itself; leave "
+                "this out"
+            )
+
+    def check_mode(self, mode: str) -> None:
+        """Refuse what cannot be together with training on recorded turns.
+
+        Args:
+            mode: of the settings.
+
+        Raises:
+            SettingsError: naming it.
+        """
+        if self.regenerate:
+            return
+        check_recorded(mode)
+        if self.responses is not None:
+            raise SettingsError(
+                f"responses={str(self.responses)!r}: with --no-regenerate recorded turns are "
+                "trained on, and no responses are taken from a file or kept; leave out one or the "
+                "other"
+            )
+
 
 @dataclass(slots=True)
 class TrainedDrafter:
@@ -76,6 +118,9 @@ class TrainedDrafter:
         acceptance: by arm, on held-out texts; empty where training is unfinished, or none are held
             out.
         measured: texts that it was measured on.
+        coverage: share of the response tokens trained on that the drafter can say; None where it
+            can say all.
+        heads: those of the network, by name.
         machine: device, dtype and threads.
     """
 
@@ -92,3 +137,5 @@ class TrainedDrafter:
     machine: dict[str, Any]
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
     measured: int = 0
+    coverage: float | None = None
+    heads: tuple[str, ...] = ()

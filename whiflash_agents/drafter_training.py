@@ -7,7 +7,7 @@ loads, with a model card. Each stage goes on where an earlier sitting ended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +16,24 @@ from whiflash_agents.batch.inputs import readable_twice
 from whiflash_agents.batch.plan import check_input, row_seed
 from whiflash_agents.batch.session_spec import Models, SessionSpec
 from whiflash_agents.drafter_acceptance import measure_acceptance
-from whiflash_agents.drafter_kinds import NewNetwork, describe
+from whiflash_agents.drafter_kinds import NewNetwork, describe, draft_coverage
 from whiflash_agents.drafter_plan import COMPUTED, TrainedDrafter, TrainingPlan
-from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.engine.errors import TraceError
 from whiflash_agents.engine.request import SamplingParams
+from whiflash_agents.head_kinds import heads_of
 from whiflash_agents.models import resolve_drafter, resolve_model
 from whiflash_agents.settings import Settings
 from whiflash_agents.training_folder import TrainingFolder
+from whiflash_agents.training_progress import counted
 from whiflash_agents.training_texts import (
     TextSet,
     check_texts,
     recorded_texts,
     regenerated_texts,
+    tell_left_out,
     trace_of,
 )
+from whiflash_agents.wanted_turns import TurnCheck, WantedTurns
 
 if TYPE_CHECKING:
     from whiflash_agents.engine.training.feature_source import FeatureSource
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from whiflash_agents.training_progress import TrainingProgress
 
 RESPONSES = "responses.jsonl"
+_LEAST_COVERAGE = 0.9  # of a draft vocabulary; the usual ones have 95 % and more
 _MEASURED = 48  # held-out texts whose acceptance is measured, which takes a draft at every token
 
 
@@ -51,7 +56,7 @@ class DrafterTraining:
         progress: is told how far it is.
 
     Raises:
-        SettingsError: a value that cannot be.
+        SettingsError: a value that cannot be, or that would be ignored.
     """
 
     def __init__(
@@ -59,19 +64,7 @@ class DrafterTraining:
     ) -> None:
         from whiflash_agents.engine.training.schedule import TrainSettings
 
-        if plan.concurrency < 1:
-            raise SettingsError(
-                f"concurrency={plan.concurrency}: expected an integer of at least 1"
-            )
-        if plan.max_length is not None and plan.max_length < 2:
-            raise SettingsError(f"max_length={plan.max_length}: expected 2 tokens or more")
-        if not 0.0 <= plan.held_out <= 0.5:
-            raise SettingsError(f"held_out={plan.held_out}: expected a share from 0 to 0.5")
-        if plan.features != COMPUTED and not plan.network.reads_source:
-            raise SettingsError(
-                f"features={plan.features!r}: the on-policy objective computes them itself; leave "
-                "this out"
-            )
+        plan.check_mode(settings.run.mode)
         init = None if plan.init is None else Path(plan.init)
         plan.network.check(NewNetwork(init, plan.warm_start))
         self._train_settings = TrainSettings(
@@ -114,52 +107,57 @@ class DrafterTraining:
         self, paths: Sequence[Path], names: list[str], folder: TrainingFolder
     ) -> TrainedDrafter:
         from whiflash_agents.drafter_card import model_card
-        from whiflash_agents.engine.training.identity import target_fingerprint
+        from whiflash_agents.engine.training.checkpoint import check_known
         from whiflash_agents.engine.training.loop import TrainingLoop
 
         plan, settings = self.plan, self.settings
         self._progress.phase("checking the input")
         run = settings.run
-        counted = check_input(paths, run.mode, format=run.format, limit=run.limit, names=names)
+        there = check_input(paths, run.mode, format=run.format, limit=run.limit, names=names)
+        self._check_traces(there.traces - there.traces_without_turns)
         self._progress.phase("finding the model")
         model = resolve_model(settings.model.target, settings.model.adapter)
         init = None if plan.init is None else resolve_drafter(plan.init, plan.network.family)
         self._progress.phase(f"loading {model.name}")
         models = Models.load(self._spec(model))
         begin = NewNetwork(init, plan.warm_start, settings.sampling.seed)
-        # What cannot be made is told now, not after hours of generating.
+        # A target in bfloat16 is on a machine that is faster in it.
+        in_bfloat16 = models.machine["dtype"] == "bfloat16"
+        train_settings = replace(
+            self._train_settings, autocast="bfloat16" if in_bfloat16 else "float32"
+        )
+        # What cannot be is told now, not after hours of generating.
         trial = plan.network.new_network(models.target, [], models.chat, begin)
         source = self._source(models, trial)
         plan.network.new_objective(trial, models.target, source)
         longest = plan.network.longest_text(trial, models.target)
-        texts = self._texts(paths, models, model, longest)
+        known = {"settings": train_settings.decisive(), **self._identity(models, trial, begin)}
+        known = _without(known, plan.network.follows_texts)
         del trial
+        begun = not plan.restart and check_known(folder.state, known)
+        turns = TurnCheck(folder.state if begun else None, plan.held_out)
+        texts = self._texts(paths, models, model, longest, turns.check)
         train, held_out = self._split(texts.texts)
         self._check_room(source, [*train, *held_out])
         network = plan.network.new_network(models.target, train, models.chat, begin)
-        # A target in bfloat16 is on a machine that is faster in it.
-        in_bfloat16 = models.machine["dtype"] == "bfloat16"
-        identity = {
-            "target": target_fingerprint(models.target),
-            "drafter": plan.network.identity(),
-            "network": describe(network),
-            "begin": begin.told_of(network),
-        }
+        covered = self._tell_coverage(network, train)
         self._loop = TrainingLoop(
             plan.network.new_objective(network, models.target, source),
             train,
-            replace(self._train_settings, autocast="bfloat16" if in_bfloat16 else "float32"),
+            train_settings,
             folder.state,
-            identity=identity,
+            identity=self._identity(models, network, begin),
             held_out=held_out,
             on_step=self._progress.step,
             on_held_out=self._progress.held_out,
         )
         if plan.restart:
             self._loop.checkpoints.clear()
+        self._loop.checkpoints.check()
+        turns.keep(folder.state)
         self._progress.phase(
             f"{plan.network.kind} with {describe(network)['weights']:,} weights, "
-            f"{self._loop.schedule.total:,} steps"
+            f"{counted(self._loop.schedule.total, 'step')}"
         )
         training = self._loop.run()
         self._loop = None
@@ -168,13 +166,15 @@ class DrafterTraining:
             settings,
             model.name,
             names,
-            counted,
+            there,
             texts,
             len(train),
             len(held_out),
             describe(network),
             training,
             models.machine,
+            coverage=covered,
+            heads=heads_of(network),
         )
         if training.finished:
             self._save(folder, models, network)
@@ -186,10 +186,36 @@ class DrafterTraining:
         engine = self.settings.engine.model_copy(update={"router": "none"})
         return SessionSpec.of(self.settings.model_copy(update={"engine": engine}), model)
 
+    def _identity(self, models: Models, network: Any, begin: NewNetwork) -> dict[str, Any]:
+        """What decides what is learnt, beside the texts and the settings of the loop."""
+        from whiflash_agents.engine.training.identity import target_fingerprint
+
+        return {
+            "target": target_fingerprint(models.target),
+            "drafter": self.plan.network.identity(),
+            "network": describe(network),
+            "begin": begin.told_of(network),
+        }
+
     # Data ------------------------------------------------------------------------------------
 
+    def _check_traces(self, count: int) -> None:
+        """Refuse too few traces that have a turn, before a model is loaded."""
+        from whiflash_agents.engine.training.held_out import held_out_groups
+
+        if not count:
+            raise TraceError(
+                "there is no assistant turn in these traces, so nothing to train on; give others"
+            )
+        held_out_groups(map(str, range(count)), self.plan.held_out)
+
     def _texts(
-        self, paths: Sequence[Path], models: Models, model: ModelFiles, longest: int
+        self,
+        paths: Sequence[Path],
+        models: Models,
+        model: ModelFiles,
+        longest: int,
+        check: Callable[[WantedTurns], None],
     ) -> TextSet:
         plan, settings = self.plan, self.settings
         if plan.max_length is not None:
@@ -206,15 +232,16 @@ class DrafterTraining:
                 concurrency=plan.concurrency,
                 max_length=longest,
                 progress=self._progress,
+                check=check,
             )
         else:
             self._progress.phase("reading recorded turns")
             found = recorded_texts(paths, settings, models.chat, max_length=longest)
         check_texts(found)
-        for reason, count in found.left_out.most_common(3):
-            self._progress.phase(f"{count} turns left out: {reason}")
+        tell_left_out(found, self._progress)
         self._progress.phase(
-            f"{len(found.texts):,} texts with {found.num_response_tokens:,} response tokens"
+            f"{counted(len(found.texts), 'text')} with "
+            f"{counted(found.num_response_tokens, 'response token')}"
         )
         return found
 
@@ -224,7 +251,9 @@ class DrafterTraining:
         from whiflash_agents.engine.training.held_out import split_texts
 
         train, held_out = split_texts(texts, self.plan.held_out, group=trace_of)
-        self._progress.phase(f"training on {len(train):,} texts, {len(held_out):,} held out")
+        self._progress.phase(
+            f"training on {counted(len(train), 'text')}, {len(held_out):,} held out"
+        )
         return train, held_out
 
     def _source(self, models: Models, network: Any) -> FeatureSource:
@@ -237,14 +266,34 @@ class DrafterTraining:
         return CachedFeatures(computed, self.plan.features)
 
     def _check_room(self, source: FeatureSource, texts: Sequence[TrainingText]) -> None:
+        from whiflash_agents.engine.memory import size_text
         from whiflash_agents.engine.training.feature_cache import CachedFeatures
 
         if isinstance(source, CachedFeatures):
             needed = source.check_room(texts)
             self._progress.phase(
-                f"features are kept in {source.folder}; {needed / 2**30:,.2f} GiB are still to be "
-                "written"
+                f"features are kept in {source.folder}; "
+                + (f"{size_text(needed)} are still to be written" if needed else "all are there")
             )
+
+    def _tell_coverage(self, network: Any, texts: Sequence[TrainingText]) -> float | None:
+        """Tell what the drafter can say of `texts`, and warn where that is little."""
+        share = draft_coverage(network, texts)
+        if share is not None:
+            self._progress.phase(
+                f"the draft vocabulary has {100 * share:.1f} % of the response tokens trained on"
+            )
+            if share < _LEAST_COVERAGE:
+                remedy = (
+                    "give more tokens (--draft-vocab)"
+                    if self.plan.init is None
+                    else "it is that of the drafter begun with (--init); a new one may have more"
+                )
+                self._progress.phase(
+                    "warning: no draft gets past a token that the draft vocabulary lacks, which "
+                    f"is one in {1 / (1 - share):.1f}; {remedy}"
+                )
+        return share
 
     # What is left behind ---------------------------------------------------------------------
 
@@ -261,7 +310,7 @@ class DrafterTraining:
             return
         step = max(1, -(-len(held_out) // _MEASURED))
         measured = held_out[::step]
-        self._progress.phase(f"measuring acceptance on {len(measured)} held-out texts")
+        self._progress.phase(f"measuring acceptance on {counted(len(measured), 'held-out text')}")
         outcome.measured = len(measured)
         outcome.acceptance = measure_acceptance(
             models.target,
@@ -279,3 +328,15 @@ class DrafterTraining:
             return SamplingParams()
         sampling = self.settings.sampling
         return SamplingParams(**sampling.params(), seed=row_seed(sampling.seed, text.id))
+
+
+def _without(identity: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A nested mapping without the entries of these dotted names."""
+    kept = dict(identity)
+    for name in names:
+        first, _, rest = name.partition(".")
+        if rest:
+            kept[first] = _without(kept[first], [rest])
+        else:
+            del kept[first]
+    return kept

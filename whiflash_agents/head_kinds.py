@@ -111,6 +111,10 @@ class LocalHeadOptions(HeadOptions):
         names = ("state_size", "rank", "weight", "unigram_weight", "anchors")
         return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
 
+    @property
+    def follows_texts(self) -> tuple[str, ...]:
+        return ("begin",)  # the head begins with the frequencies of tokens
+
     def drafters(
         self, folder: Path, target: Target, settings: DraftersSection
     ) -> dict[str, Drafter]:
@@ -158,10 +162,20 @@ class LengthHeadOptions(HeadOptions):
     def identity(self) -> dict[str, Any]:
         return {"kind": self.kind, "bottleneck": self.bottleneck, "anchors": self.anchors}
 
+    @property
+    def follows_texts(self) -> tuple[str, ...]:
+        return ()
+
     def drafters(
         self, folder: Path, target: Target, settings: DraftersSection
     ) -> dict[str, Drafter]:
         return _with_and_without(folder, target, "length_head")
+
+
+def heads_of(network: Any) -> tuple[str, ...]:
+    """The heads that a network has: of `local head` and `length head`."""
+    names = ("local_head", "length_head")
+    return tuple(n.replace("_", " ") for n in names if getattr(network, n, None) is not None)
 
 
 def _with_and_without(folder: Path, target: Target, head: str) -> dict[str, Drafter]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 import orjson
 from filelock import FileLock, Timeout
 
-from whiflash_agents.engine.errors import OutputError, SettingsError
+from whiflash_agents.engine.errors import ChangedError, OutputError
 
 FORMAT = "whiflash-agents responses"
 VERSION = 1
@@ -49,7 +49,7 @@ class ResponseFile:
         settings: all that the responses depend on, as JSON takes it.
 
     Raises:
-        SettingsError: the file is of other settings.
+        ChangedError: the file is of other settings.
         OutputError: it is no such file, damaged, cannot be written, or being written to.
 
     Attributes:
@@ -159,7 +159,7 @@ class ResponseFile:
         return whole
 
     def _check_header(self, header: Any) -> None:
-        from whiflash_agents.engine.training.identity import differences
+        from whiflash_agents.engine.training.identity import changes
 
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise self._strange()
@@ -168,10 +168,11 @@ class ResponseFile:
                 f"{self.path} has version {header.get('version')!r} of this format, expected "
                 f"{VERSION}; name another file (--responses)"
             )
-        if lines := differences(self._settings, header.get("settings") or {}):
-            raise SettingsError(
-                f"the responses in {self.path} were generated otherwise ({'; '.join(lines)}); "
-                "generate with the same settings, or name another file (--responses)"
+        if differing := changes(self._settings, header.get("settings") or {}):
+            raise ChangedError(
+                f"the responses in {self.path} were generated otherwise",
+                differing,
+                "generate with the same settings, or name another file (--responses)",
             )
 
     def _strange(self) -> OutputError:

@@ -1,7 +1,8 @@
 """The folder that a drafter is trained in: its public files, and beside them what goes on from.
 
 FOLDER/config.json, model.safetensors, README.md    once it is trained
-FOLDER/training/                                     checkpoints, for the next sitting
+FOLDER/training/                                     for the next sitting: checkpoints, and what
+                                                     they were begun with
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from whiflash_agents.engine.errors import OutputError
+from whiflash_agents.wanted_turns import FILE as WANTED
 
-_LOCK = ".lock"
+TRAINED_BY = "Trained by whiflash-agents"  # by these words a model card is known again
+_LOCK, _CARD = ".lock", "README.md"
 
 
 class TrainingFolder:
@@ -49,9 +52,7 @@ class TrainingFolder:
         elif not path.is_dir():
             raise OutputError(f"output {path} is a file; name a folder for the drafter")
         elif any(path.iterdir()) and not self.state.is_dir():
-            raise OutputError(
-                f"output {path} holds something that no training here wrote; name a new folder"
-            )
+            raise self._without_checkpoints()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -101,17 +102,42 @@ class TrainingFolder:
             OutputError: it cannot be written.
         """
         try:
-            (self.path / "README.md").write_text(card, encoding="utf-8")
+            (self.path / _CARD).write_text(card, encoding="utf-8")
         except OSError as error:
             raise self._refused(error) from error
 
     def _drop_if_unused(self) -> None:
         """Where nothing was done, leave no folder that looks as if something had been."""
-        if any(path.name != _LOCK for path in self.state.iterdir()):
+        if any(path.name not in (_LOCK, WANTED) for path in self.state.iterdir()):
             return
+        if any(path != self.state for path in self.path.iterdir()):
+            return  # a drafter whose checkpoints were removed is still one that was trained here
         shutil.rmtree(self.state, ignore_errors=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
+
+    def _without_checkpoints(self) -> OutputError:
+        """It holds something, and no folder of checkpoints."""
+        if self._is_trained_here():
+            return OutputError(
+                f"output {self.path} holds a drafter that whiflash-batch train wrote, but not its "
+                f"folder {self.state.name}/ with the checkpoints that training goes on from. To "
+                "train anew, remove the folder, or name a new one; to train this drafter further, "
+                "begin with it (--init; --dflash for a head) and name a new folder"
+            )
+        names = sorted(path.name for path in self.path.iterdir())
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return OutputError(
+            f"output {self.path} holds {shown}, and no folder {self.state.name}/ of an earlier "
+            "training; name a new or an empty folder"
+        )
+
+    def _is_trained_here(self) -> bool:
+        try:
+            card = (self.path / _CARD).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return TRAINED_BY in card and (self.path / "config.json").is_file()
 
     def _refused(self, error: OSError) -> OutputError:
         return OutputError(f"output {self.path} cannot be written: {error.strerror or error}")

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 # Shown while training goes on; `first_figures` says how they are chosen.
 _ACCURACY = "accuracy@1"
 _LENGTH = "acceptance_length"
+# What these figures are, where a table has no room for more and others are beside them.
+_IN_TABLES = {
+    _LENGTH: "acceptance length (greedy drafts from anywhere)",
+    "coverage": "likeliest tokens in the draft vocabulary",
+}
 
 
 class TrainingProgress(Protocol):
@@ -134,6 +139,11 @@ def training_progress(quiet: bool) -> TrainingProgress:
     return BarTraining() if sys.stderr.isatty() else LineTraining()
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 text`, `2 texts`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def step_figures(report: StepReport) -> list[str]:
     """Loss, the first accuracies, and the pace."""
     return [
@@ -166,7 +176,7 @@ def figure_rows(history: list[dict[str, Any]]) -> list[tuple[str, str]]:
     rows = [("held-out loss", f"{last['loss']:.3f}")]
     for name, value in last["figures"].items():
         shown = f"{value:.2f}" if name == _LENGTH else f"{100 * value:.1f} %"
-        rows.append((f"held-out {name.replace('_', ' ')}", shown))
+        rows.append((f"held-out {_IN_TABLES.get(name, name.replace('_', ' '))}", shown))
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ from whiflash_agents.engine.training.texts import TrainingText
 from whiflash_agents.response_file import Response, ResponseFile
 from whiflash_agents.settings import Settings
 from whiflash_agents.traces import Message, Trace, read_traces
+from whiflash_agents.training_progress import counted
+from whiflash_agents.wanted_turns import WantedTurns, trace_of_row
 
 if TYPE_CHECKING:
     from whiflash_agents.batch.progress import Progress
@@ -61,7 +63,7 @@ class TextSet:
 def trace_of(text: TrainingText) -> str:
     """The id of the trace that a text is of: texts of one trace share their beginning, so they
     are held out together."""
-    return text.id.rpartition("#")[0]
+    return trace_of_row(text.id)
 
 
 # The target's own answers ------------------------------------------------------------------------
@@ -89,6 +91,7 @@ def regenerated_texts(
     concurrency: int = CONCURRENCY,
     max_length: int | None = None,
     progress: Progress,
+    check: Callable[[WantedTurns], None] = lambda wanted: None,
 ) -> TextSet:
     """Let the target answer every turn of `traces`, and make a text of each answer.
 
@@ -98,22 +101,33 @@ def regenerated_texts(
         path: file of responses; those that it holds are not generated again.
         max_length: longest text; turns whose text would be longer are left out.
         progress: is told how far it is.
+        check: is told what is wanted before anything is generated, and may refuse it.
 
     Raises:
+        What `check` raises.
         SettingsError, OutputError: the file cannot be gone on with (`ResponseFile`), or holds
             responses to other prompts.
         TraceError: a trace cannot be read.
     """
     found = TextSet()
-    wanted: list[str] = []
-    with ResponseFile(path, responses_depend_on(settings, models.target)) as file:
+    depends = responses_depend_on(settings, models.target)
+    with ResponseFile(path, depends) as file:
         there = len(file.responses)
         if there:
-            progress.phase(f"{there:,} responses are in {file.path} already")
-        planner = _Planner(settings, models.chat, file, max_length, found, wanted)
-        session = build_session(_spec(settings, model, concurrency), models)
-        _generate(planner.plans(traces), session, file, found, progress, concurrency)
-        for row_id in wanted:
+            is_there = "response is" if there == 1 else "responses are"
+            progress.phase(f"{there:,} {is_there} in {file.path} already")
+        wanted = WantedTurns(depends)
+        _survey(_plans(traces, settings), models.chat, file, max_length, found, wanted)
+        try:
+            check(wanted)
+        except SettingsError:
+            tell_left_out(found, progress)  # which may be why
+            raise
+        if wanted.missing:
+            session = build_session(_spec(settings, model, concurrency), models)
+            plans = _missing(_plans(traces, settings), wanted)
+            _generate(plans, session, file, found, progress, concurrency)
+        for row_id in wanted.prompts:
             response = file.responses.get(row_id)
             if response is None:
                 continue  # it failed, and was counted
@@ -125,59 +139,52 @@ def regenerated_texts(
     return found
 
 
-class _Planner:
-    """The rows that are still to be generated, trace by trace."""
+def _plans(traces: Sequence[str | Path], settings: Settings) -> Iterator[TracePlan]:
+    run = settings.run
+    return plan_rows(
+        read_traces(list(traces), format=run.format, limit=run.limit),
+        run.mode,
+        seed=settings.sampling.seed,
+        params=settings.sampling.params(),
+    )
 
-    def __init__(
-        self,
-        settings: Settings,
-        chat: Chat,
-        file: ResponseFile,
-        max_length: int | None,
-        found: TextSet,
-        wanted: list[str],
-    ) -> None:
-        self._settings, self._chat, self._file = settings, chat, file
-        self._max_length, self._found, self._wanted = max_length, found, wanted
 
-    def plans(self, traces: Sequence[str | Path]) -> Iterator[TracePlan]:
-        run = self._settings.run
-        plans = plan_rows(
-            read_traces(list(traces), format=run.format, limit=run.limit),
-            run.mode,
-            seed=self._settings.sampling.seed,
-            params=self._settings.sampling.params(),
-        )
-        for plan in plans:
-            rows = [row for row in plan.rows if self._is_missing(row)]
-            if rows:
-                yield TracePlan(plan.trace_id, len(rows), iter(rows))
-
-    def _is_missing(self, row: Row) -> bool:
-        response = self._file.responses.get(row.id)
-        if response is None and self._max_length is None:
-            self._wanted.append(row.id)
-            return True
+def _survey(
+    plans: Iterator[TracePlan],
+    chat: Chat,
+    file: ResponseFile,
+    max_length: int | None,
+    found: TextSet,
+    wanted: WantedTurns,
+) -> None:
+    """Read the prompts of all rows: which are wanted, and which of them are still to be generated.
+    All of them before the first is generated, because what is wrong with the last is to be told
+    now."""
+    for row in (row for plan in plans for row in plan.rows):
         messages = [Message.model_validate(message) for message in row.messages]
         try:
-            prompt = tuple(self._chat.prompt_ids(messages, row.tools))
+            prompt = tuple(chat.prompt_ids(messages, row.tools))
         except Exception:  # the session tells, row by row, what its template refuses
             prompt = ()
-        if response is not None:
-            if response.prompt_ids != prompt:
-                raise SettingsError(
-                    f"{self._file.path} holds a response to another prompt under the id "
-                    f"{row.id!r}: the trace, or the model's chat template, is not the one that it "
-                    "was generated from; name another file (--responses)"
-                )
-            self._wanted.append(row.id)
-            return False
-        assert self._max_length is not None  # the first case
-        if len(prompt) >= self._max_length:
-            self._found.left_out[f"longer than {self._max_length} tokens"] += 1
-            return False
-        self._wanted.append(row.id)
-        return True
+        response = file.responses.get(row.id)
+        if response is not None and response.prompt_ids != prompt:
+            raise SettingsError(
+                f"{file.path} holds a response to another prompt under the id {row.id!r}: the "
+                "trace, or the model's chat template, is not the one that it was generated from; "
+                "name another file (--responses)"
+            )
+        if max_length is not None and len(prompt) >= max_length:
+            found.left_out[f"longer than {max_length} tokens"] += 1
+        else:
+            wanted.add(row.id, prompt, missing=response is None)
+
+
+def _missing(plans: Iterator[TracePlan], wanted: WantedTurns) -> Iterator[TracePlan]:
+    """The rows that are still to be generated, trace by trace."""
+    for plan in plans:
+        rows = [row for row in plan.rows if row.id in wanted.missing]
+        if rows:
+            yield TracePlan(plan.trace_id, len(rows), iter(rows))
 
 
 def _spec(settings: Settings, model: ModelFiles, concurrency: int) -> SessionSpec:
@@ -258,15 +265,23 @@ def recorded_texts(
         TraceError: a trace cannot be read.
     """
     run = settings.run
-    if run.mode != "replay":
-        raise SettingsError(
-            f"mode={run.mode!r} writes turns that no trace holds; with --no-regenerate use mode "
-            "replay"
-        )
+    check_recorded(run.mode)
     found = TextSet()
     for trace in read_traces(list(traces), format=run.format, limit=run.limit):
         found.texts += _texts_of(trace, settings, chat, max_length, found)
     return found
+
+
+def check_recorded(mode: str) -> None:
+    """Refuse a mode of runs that has no recorded turns.
+
+    Raises:
+        SettingsError: it is one.
+    """
+    if mode != "replay":
+        raise SettingsError(
+            f"mode={mode!r} writes turns that no trace holds; with --no-regenerate use mode replay"
+        )
 
 
 def _texts_of(
@@ -303,6 +318,12 @@ def _text(row_id: str, prompt: Sequence[int], output: Sequence[int]) -> Training
     return TrainingText(row_id, (*prompt, *output), ((len(prompt), len(prompt) + len(output)),))
 
 
+def tell_left_out(found: TextSet, progress: Progress) -> None:
+    """Tell how many turns made no text, and the commonest reasons."""
+    for reason, count in found.left_out.most_common(3):
+        progress.phase(f"{counted(count, 'turn')} left out: {reason}")
+
+
 def check_texts(found: TextSet) -> None:
     """Refuse a set without texts, with the commonest reason.
 
@@ -312,7 +333,9 @@ def check_texts(found: TextSet) -> None:
     if found.texts:
         return
     reason, count = next(iter(found.left_out.most_common(1)), ("there is no assistant turn", 0))
+    if not count:
+        raise TraceError(f"these traces give no text to train on: {reason}")
     raise TraceError(
-        f"these traces give no text to train on; of {found.left_out.total()} turns left out, "
-        f"{count}: {reason}"
+        "these traces give no text to train on; of "
+        f"{counted(found.left_out.total(), 'turn')} left out, {count}: {reason}"
     )

@@ -18,8 +18,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from ..errors import OutputError, SettingsError
-from .identity import differences, plain
+from ..errors import ChangedError, OutputError
+from .identity import changes, plain
 
 VERSION = 1
 _STATE, _TENSORS = "state.json", "state.safetensors"
@@ -103,7 +103,7 @@ class Checkpoints:
         """Load the newest checkpoint that is whole; None if there is none at all.
 
         Raises:
-            SettingsError: it is of other settings, texts or networks; the text names what differs.
+            ChangedError: it is of other settings, texts or networks.
             OutputError: there are checkpoints, and none of them can be read.
         """
         found = self._found()
@@ -114,7 +114,7 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 reasons.append(f"{place.name}: {error}")
                 continue
-            self._check(place, values["identity"])
+            _refuse_changes(place, self._identity, values["identity"])
             self._load(place, tensors, network, optimizer)
             return TrainingState(values["step"], values["seconds"], values["history"])
         if not found:
@@ -129,17 +129,19 @@ class Checkpoints:
         for place in (*self._found(), *self.folder.glob(".step-*")):
             shutil.rmtree(place, ignore_errors=True)
 
-    def _found(self) -> list[Path]:
-        """Oldest first."""
-        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+    def check(self) -> None:
+        """Refuse to go on from what is there if it is of something else, as `restore` does.
 
-    def _check(self, place: Path, theirs: Mapping[str, Any]) -> None:
-        if lines := differences(self._identity, theirs):
-            raise SettingsError(
-                f"the training in {place.parent} was begun with something else "
-                f"({'; '.join(lines)}); go on with what it was begun with, or begin anew "
-                "(--restart)"
-            )
+        Raises:
+            ChangedError: it is.
+        """
+        begun = begun_with(self.folder)
+        if begun is not None:
+            place, theirs = begun
+            _refuse_changes(place, self._identity, theirs)
+
+    def _found(self) -> list[Path]:
+        return _checkpoints(self.folder)
 
     def _load(
         self,
@@ -169,6 +171,61 @@ class Checkpoints:
                 optimizer.state[parameter][kind] = tensor.to(device)
 
 
+def begun_with(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint in `folder` that says what it is of, and that; None if none does."""
+    for place in reversed(_checkpoints(Path(folder))):
+        try:
+            return place, _read_values(place)["identity"]
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def check_known(folder: str | Path, known: Mapping[str, Any]) -> bool:
+    """Refuse the checkpoints in `folder` if they are of something else, as far as that is known.
+
+    Args:
+        known: a part of the identity, nested like the whole of it; the rest is not compared.
+
+    Returns:
+        whether there is a checkpoint that was compared.
+
+    Raises:
+        ChangedError: they are of something else.
+    """
+    begun = begun_with(folder)
+    if begun is None:
+        return False
+    place, theirs = begun
+    ours = plain(known)
+    _refuse_changes(place, ours, _part_of(theirs, ours))
+    return True
+
+
+def _part_of(whole: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """What `whole` has under the names that `known` has."""
+    part = {}
+    for name in known.keys() & whole.keys():
+        inner, mine = whole[name], known[name]
+        nested = isinstance(inner, Mapping) and isinstance(mine, Mapping)
+        part[name] = _part_of(inner, mine) if nested else inner
+    return part
+
+
+def _refuse_changes(place: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    if found := changes(ours, theirs):
+        raise ChangedError(
+            f"the training in {place.parent} was begun with something else",
+            found,
+            "go on with what it was begun with, or begin anew (--restart)",
+        )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
@@ -178,15 +235,21 @@ def _read(place: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    values = _read_values(place)
+    try:
+        return values, load_file(place / _TENSORS)
+    except SafetensorError as error:
+        raise ValueError(f"{_TENSORS}: {error}") from error
+
+
+def _read_values(place: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. Raises ValueError or OSError where it is damaged."""
     values = json.loads((place / _STATE).read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not {"step", "seconds", "history", "identity"} <= set(
         values
     ):
         raise ValueError(f"{_STATE} lacks fields")
-    try:
-        return values, load_file(place / _TENSORS)
-    except SafetensorError as error:
-        raise ValueError(f"{_TENSORS}: {error}") from error
+    return values
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ..errors import OutputError, SettingsError
+from ..errors import ChangedError, OutputError, SettingsError
+from ..memory import size_text
 from .feature_source import ComputedFeatures, TextFeatures
-from .identity import differences, plain, target_fingerprint
+from .identity import changes, plain, target_fingerprint
 from .texts import TrainingText
 
 FORMAT = "whiflash-agents features"
@@ -38,7 +39,7 @@ class CachedFeatures:
         folder: where; new, empty, or of the same target, layers and dtype.
 
     Raises:
-        SettingsError: the folder holds features of something else; the text says of what.
+        ChangedError: the folder holds features of something else.
         OutputError: it cannot be read, or holds something that is no features.
     """
 
@@ -77,8 +78,8 @@ class CachedFeatures:
         usage = shutil.disk_usage(place)
         if needed > usage.free - int(_SPARE * usage.total):
             raise SettingsError(
-                f"features of these texts take {_gib(needed)} in {self.folder}, where "
-                f"{_gib(usage.free)} are free; compute them on the fly (--features computed), "
+                f"features of these texts take {size_text(needed)} in {self.folder}, where "
+                f"{size_text(usage.free)} are free; compute them on the fly (--features computed), "
                 "train on fewer texts (--limit), or name a folder on a larger disk"
             )
         return needed
@@ -181,12 +182,9 @@ class CachedFeatures:
             raise OutputError(
                 f"{manifest} cannot be read ({error}); remove the folder, or name another"
             ) from error
-        if lines := differences(self._identity, found):
-            raise SettingsError(
-                f"{self.folder} holds features of something else ({'; '.join(lines)}); name "
-                "another folder, or remove this one"
+        if differing := changes(self._identity, found):
+            raise ChangedError(
+                f"{self.folder} holds features of something else",
+                differing,
+                "name another folder (--features), or remove this one",
             )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,23 +66,34 @@ def split_texts(
     Raises:
         SettingsError: a share out of range, or fewer than two groups to hold one of them out.
     """
+    held = held_out_groups(map(group, texts), share)
+    kept = [text for text in texts if group(text) not in held]
+    return kept, [text for text in texts if group(text) in held]
+
+
+def held_out_groups(groups: Iterable[str], share: float) -> set[str]:
+    """Which of `groups` `split_texts` holds out, for those who have no texts yet.
+
+    Raises:
+        SettingsError: as there.
+    """
     if not 0.0 <= share <= 0.5:
         raise SettingsError(f"held_out={share!r}: expected a share from 0 to 0.5")
     if not share:
-        return list(texts), []
-    places = {name: _place(name) for name in map(group, texts)}
+        return set()
+    places = {name: _place(name) for name in groups}
     if len(places) < 2:
+        found = f"{len(places)} trace{'' if len(places) == 1 else 's'}"
         raise SettingsError(
-            f"{len(places)} traces cannot be trained on and held out, too; give more, or hold "
-            "nothing out (--held-out 0)"
+            f"held_out={share!r}: {found} cannot be trained on and held out, too; give more "
+            "traces, or hold nothing out (--held-out 0)"
         )
     held = {name for name, place in places.items() if place < share}
     if not held:
         held = {min(places, key=lambda name: places[name])}
     elif len(held) == len(places):
         held.remove(max(places, key=lambda name: places[name]))
-    kept = [text for text in texts if group(text) not in held]
-    return kept, [text for text in texts if group(text) in held]
+    return held
 
 
 def _place(name: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import Change
 from ..target import Target
 from .texts import TrainingText
 
@@ -51,15 +52,16 @@ def texts_fingerprint(texts: Iterable[TrainingText]) -> str:
     return digest.hexdigest()
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Where two flat or nested mappings differ: `name: theirs, now ours`, one entry for each."""
+def changes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Change]:
+    """Where two flat or nested mappings differ; `theirs` are the earlier ones."""
     found = []
     for name in dict.fromkeys((*theirs, *ours)):
         mine, other = ours.get(name), theirs.get(name)
         if isinstance(mine, Mapping) and isinstance(other, Mapping):
-            found += [f"{name}.{line}" for line in differences(mine, other)]
+            inner = changes(mine, other)
+            found += [Change(f"{name}.{change.name}", change.then, change.now) for change in inner]
         elif mine != other:
-            found.append(f"{name}: {other!r}, now {mine!r}")
+            found.append(Change(name, other, mine))
     return found
 
 

@@ -132,7 +132,8 @@ class TrainingLoop:
         """Train to the end, or until time is up; the network is in evaluation mode afterwards.
 
         Raises:
-            SettingsError: checkpoints of something else, or a loss that is not finite.
+            ChangedError: checkpoints of something else.
+            SettingsError: a loss that is not finite.
             OutputError: checkpoints cannot be read or written.
         """
         state = self.checkpoints.restore(self._network, self._optimizer) or TrainingState()
@@ -200,10 +201,13 @@ class TrainingLoop:
         self._optimizer.step()
 
     def _not_finite(self, step: int, found: str) -> SettingsError:
+        settings = self.settings
+        remedy = f"Lower peak_learning_rate={settings.peak_learning_rate}"
+        if settings.autocast != "float32":
+            remedy += f", or compute in float32 (autocast={settings.autocast!r} now)"
         return SettingsError(
             f"step {step + 1} of {self.schedule.total}: {found}; nothing of this step was kept. "
-            f"Lower peak_learning_rate={self.settings.peak_learning_rate}, or train with "
-            f"autocast='float32' (it is {self.settings.autocast!r})"
+            f"{remedy}"
         )
 
     def _evaluate(self, state: TrainingState) -> None:

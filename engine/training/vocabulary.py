@@ -80,8 +80,8 @@ def choose_vocabulary(
         )
     if len(forced) > size:
         raise SettingsError(
-            f"a draft vocabulary of {size} tokens cannot hold the {len(forced)} that it always "
-            "has; make it larger"
+            f"a draft vocabulary of {size} token{'' if size == 1 else 's'} cannot hold the "
+            f"{len(forced)} that it always has; make it larger"
         )
     if not prompt_weight >= 0.0:
         raise SettingsError(f"prompt_weight={prompt_weight!r}: expected 0 or more")
@@ -112,6 +112,21 @@ def choose_vocabulary(
     total = said.total()
     covered = sum(count for token, count in said.items() if token in chosen)
     return DraftVocabulary(tuple(sorted(chosen)), vocab_size, covered / total if total else None)
+
+
+def coverage(d2t: Tensor, texts: Iterable[TrainingText]) -> float | None:
+    """Share of the response tokens of `texts` that a drafter knows; None where there is none.
+
+    Args:
+        d2t: offsets `[draft_vocab]`, as in `DraftHead`.
+    """
+    known = set((torch.arange(len(d2t), device=d2t.device) + d2t).tolist())
+    covered = total = 0
+    for text in texts:
+        for start, end in text.responses:
+            covered += sum(token in known for token in text.token_ids[start:end])
+            total += end - start
+    return covered / total if total else None
 
 
 def draft_ids(d2t: Tensor | None, vocab_size: int) -> Tensor:

@@ -25,6 +25,7 @@ from ..target import Target
 # Architectures whose layers compute what a drafter's do; others with the same names do not (Gemma's
 # norms add 1, Granite scales residuals, SmolLM3 has layers without rotation).
 _ALIKE = ("llama", "mistral", "qwen2", "qwen3")
+_COLD = "train from random weights (--no-warm-start)"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -82,7 +83,7 @@ def warm_start_dflash(network: DFlashModel, target: Target) -> None:
     if len(own) > len(layers):
         raise SettingsError(
             f"num_layers={len(own)}: the target has {len(layers)} layers to begin with; take "
-            "fewer, or train from random weights"
+            f"fewer, or {_COLD}"
         )
     for layer, source in zip(own, layers[-len(own) :], strict=True):
         weights = source.input_layernorm.weight
@@ -107,7 +108,7 @@ def warm_start_dflash(network: DFlashModel, target: Target) -> None:
 def _layers_of(target: Target) -> list[Any]:
     """The target's decoder layers, if a drafter's layers can begin as they are."""
     kind = target.config.model_type
-    remedy = "train from random weights (no warm start), which takes longer"
+    remedy = f"{_COLD}, which takes longer"
     if kind not in _ALIKE:
         raise UnsupportedTargetError(
             f"target {target.name} is of type {kind!r}, whose layers are not those of a drafter "
@@ -140,7 +141,7 @@ def _copy_bias(into: nn.Linear, source: nn.Linear, name: str) -> None:
     if into.bias is None and source.bias is not None:
         raise SettingsError(
             f"the target's {name} has a bias, the drafter's has none; make the drafter with "
-            "attention_bias, or train from random weights"
+            f"attention_bias, or {_COLD}"
         )
     if into.bias is not None:
         if source.bias is None:
@@ -184,6 +185,6 @@ def _copy(into: Tensor, source: Tensor, name: str) -> None:
         raise SettingsError(
             f"{name} has shape {list(into.shape)} in the drafter, {list(source.shape)} in the "
             "target, so it cannot begin as the target's; give the drafter the target's sizes, or "
-            "train from random weights"
+            f"{_COLD}"
         )
     into.copy_(source)
