@@ -59,6 +59,7 @@ def batch(
         return LocalRunner(spec, settings, load=load)
 
     values = {"workers": 0, "concurrency": 2, "max_tokens": 40, **settings}
+    values = {"router": "lookup", **values}  # scripted: there are no drafters to find
     return WhiFlashBatch(Settings.of(**values), runner=runner, progress=progress)
 
 
@@ -328,7 +329,7 @@ def test_rows_in_flight_and_waiting_stay_bounded_over_many_traces(tmp_path: Path
             held.append(self._open.pending)
             return super().results(timeout)
 
-    settings = Settings.of(workers=0, concurrency=2)
+    settings = Settings.of(workers=0, concurrency=2, router="lookup")
     runner = WhiFlashBatch(
         settings, runner=lambda spec, settings: Watched(spec, settings, load=echo_session)
     )

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from whiflash_agents.batch.progress import SilentProgress
 from whiflash_agents.bench import Bench
+from whiflash_agents.bench_figures import Contender
 from whiflash_agents.cli import main
 from whiflash_agents.engine.drafters.eagle3 import Eagle3Drafter
 from whiflash_agents.settings import Settings
@@ -51,7 +52,11 @@ def test_bench_writes_what_other_programs_read_and_prints_tables(
     assert figures["rows"] == 3
     assert figures["outputs_identical"] is True
     assert set(figures["speedup_over_none"]) == set(ALL) - {"none"}
+    assert set(figures["decode_speedup_over_none"]) == set(ALL) - {"none"}
     for arm in figures["arms"].values():
+        assert arm["decode_tokens_per_second"] > 0
+        by_category = arm["by_category"]["traces"]
+        assert by_category["decode_tokens_per_second"] == arm["decode_tokens_per_second"]
         assert arm["tokens"] == figures["arms"]["none"]["tokens"] > 0
         assert arm["seconds"] > 0
         assert arm["round_ms"]["p95"] >= arm["round_ms"]["p50"] > 0
@@ -143,3 +148,26 @@ def test_existing_figures_are_not_overwritten(folder: Path, tmp_path: Path) -> N
     result = bench(folder, output, "--no-oracle")
     assert result.exit_code == 2
     assert output.read_text() == "mine"
+
+
+def test_decoding_is_counted_without_prompts() -> None:
+    def output(rounds: list[tuple[int, float]]) -> dict[str, Any]:
+        count = {"num_spec_steps": len(rounds), "num_draft_tokens": 0, "num_switches": 0}
+        figures = count | {"num_accepted_draft_tokens": 0, "by_span": {}, "by_drafter": {}}
+        records = [
+            {"emitted": n, "round_seconds": s, "catch_up_seconds": 0.0, "switched": False}
+            for n, s in rounds
+        ]
+        extra = {"seconds": 9.0, "rounds": records, "speculative_decoding": figures}
+        usage = {"completion_tokens": 1 + sum(n for n, _ in rounds)}
+        return {"response": {"body": {"usage": usage}}, "whiflash": extra}
+
+    contender = Contender()
+    contender.add(output([(3, 0.5), (1, 0.5)]), "a")
+    contender.add(output([(2, 1.0)]), "b")
+    contender.add(output([]), "b")  # the token that the prompt gave was the last one
+    assert contender.decode_rates == [4.0, 2.0, 0.0]
+    figures = contender.as_dict({"route_seconds": 0.0, "step_seconds": 0.0})
+    assert figures["decode_tokens_per_second"] == 3.0
+    rates = {n: its["decode_tokens_per_second"] for n, its in figures["by_category"].items()}
+    assert rates == {"a": 4.0, "b": 2.0}

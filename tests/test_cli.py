@@ -123,7 +123,7 @@ def test_settings_come_from_file_and_environment_too(
     ("arguments", "expected"),
     [
         (
-            ["--router", "neural"],
+            ["--router", "neural", "--target", "owner/model"],
             "--router: 'neural' drafts with an EAGLE-3 checkpoint, and none is",
         ),
         (["--router", "lokup"], "did you mean 'lookup'?"),

@@ -97,7 +97,7 @@ def test_a_drafter_that_does_not_belong_is_refused_before_anything_runs(
 
 
 def test_a_drafter_that_the_router_does_not_use_is_told(folder: Path) -> None:
-    result = run(folder, "--dflash", str(folder / "dflash"))
+    result = run(folder, "--router", "lookup", "--dflash", str(folder / "dflash"))
     assert rows(result)
     assert "without effect under router lookup: --dflash" in result.stderr
 

@@ -424,6 +424,7 @@ def figures_of_many() -> dict[str, Any]:
         "rows_identical": 100,
         "arms": dict.fromkeys(names, arm),
         "speedup_over_none": dict.fromkeys(names[1:], 1.234),
+        "decode_speedup_over_none": dict.fromkeys(names[1:], 12.34),
         "oracle": {"by_rounds": {"single": single, **per}, "by_seconds": {"single": single, **per}},
         "peers": {"transformers": dict.fromkeys(("plain", "prompt-lookup", "dflash"), way)},
     }
@@ -437,7 +438,15 @@ def test_tables_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str]) -> N
         console.print(table)
     told = capsys.readouterr().out
     assert "…" not in told
-    whole = ("arm or router", "tokens/s", "cost-aware", "acceptance", "ms p95", "routing, %")
+    whole = (
+        "contender",
+        "tokens/s",
+        "cost-aware",
+        "acceptance",
+        "ms p95",
+        "routing, %",
+        "decoding",
+    )
     for wanted in (*whole, "category-of-traces-4", "reasoning", "per round greedy", "12345.6"):
         assert wanted in told
     assert max(map(len, told.splitlines())) <= 80

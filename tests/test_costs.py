@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from small_engines import AlternatingRouter, build
 
 from whiflash_agents import cost_store
+from whiflash_agents.embedded import default_agent
 from whiflash_agents.engine.costs import CostModel, CostTable, Curve, Tracked
 from whiflash_agents.engine.errors import WhiFlashError
 
@@ -222,6 +223,30 @@ def test_costs_are_measured_once_and_read_afterwards(kept: Kept, tmp_path: Path)
     assert told == f"costs read from {path}"
     assert again.table == first.table
     assert again.tracked == {}
+
+
+def test_costs_that_come_with_the_package_are_taken_on_a_machine_like_theirs(
+    kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = kept.costs()
+    shipped = tmp_path / "shipped" / "costs"
+    shipped.parent.mkdir()
+    (tmp_path / "cache" / "costs").rename(shipped)
+    monkeypatch.setattr(cost_store.default_agent, "costs", lambda: shipped)
+    costs, told = kept.costs()
+    assert costs.table == first.table
+    assert told == (f"costs read from {next(shipped.iterdir())}, measured on a machine like this")
+    kept.costs(more=["another machine"])
+    assert kept.measured == 2
+    kept.costs(recalibrate=True)
+    assert kept.measured == 3
+    assert "measured on" not in kept.costs()[1]  # what was measured here goes before
+
+
+def test_what_belongs_to_the_agent_is_called_the_same_on_every_machine(tmp_path: Path) -> None:
+    mine = default_agent.drafter("eagle3")
+    assert default_agent.place_of(mine) == f"{default_agent.NAME}/eagle3"
+    assert default_agent.place_of(tmp_path) == str(tmp_path)
 
 
 def test_recalibrating_measures_whatever_is_kept_and_replaces_it(kept: Kept) -> None:

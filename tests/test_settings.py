@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from whiflash_agents.embedded import default_agent
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.settings import Settings, load_settings, sections
 
@@ -136,12 +137,13 @@ def test_value_out_of_range_is_refused_with_its_option(field: str, value: Any) -
 
 
 def test_routers_know_their_arms_and_the_networks_that_those_need() -> None:
-    both = {"eagle3": "e", "dflash": "d"}
+    both = {"target": "t", "eagle3": "e", "dflash": "d"}
     assert Settings.of(router="entropy", **both).arms == ("eagle3", "dflash")
     assert Settings.of(router="entropy", **both).networks == ("eagle3", "dflash")
-    assert Settings.of(router="cost-aware").arms == ("lookup",)
-    assert Settings.of(router="cost-aware", dflash="d").arms == ("lookup", "dflash", "ddtree")
-    assert Settings.of(router="cost-aware", dflash="d").networks == ("dflash",)
+    assert Settings.of(router="cost-aware", target="t").arms == ("lookup",)
+    with_dflash = Settings.of(router="cost-aware", target="t", dflash="d")
+    assert with_dflash.arms == ("lookup", "dflash", "ddtree")
+    assert with_dflash.networks == ("dflash",)
     assert Settings.of(router="cost-aware", **both).networks == ("eagle3", "dflash")
     assert Settings.of(router="none", **both).networks == ()
     with pytest.raises(SettingsError, match="needs a trained router"):
@@ -153,8 +155,9 @@ def test_routers_know_their_arms_and_the_networks_that_those_need() -> None:
 )
 def test_router_needs_the_weights_that_it_drafts_with(router: str, network: str) -> None:
     with pytest.raises(SettingsError, match=rf"as {network} \(--{network}\)"):
-        Settings.of(router=router)
-    assert Settings.of(router=router, **{network: "somewhere"}).networks == (network,)
+        Settings.of(router=router, target="t")
+    given = Settings.of(router=router, target="t", **{network: "somewhere"})
+    assert given.networks == (network,)
     with pytest.raises(SettingsError, match="expected a folder or a hub name"):
         Settings.of(**{network: " "})
 
@@ -166,7 +169,9 @@ def test_a_tree_larger_than_what_is_verified_is_refused(field: str) -> None:
     with pytest.raises(SettingsError, match=f"{field}: 65 is more than max_draft_nodes=64"):
         Settings.of(**asked)
     assert Settings.of(**asked, max_draft_nodes=65)
-    assert Settings.of(**{field: 65}, max_draft_nodes=3)  # lookup draws no such tree
+    assert Settings.of(
+        **{field: 65}, router="lookup", max_draft_nodes=3
+    )  # lookup draws no such tree
 
 
 def test_a_level_wider_than_its_tree_is_refused() -> None:
@@ -176,13 +181,54 @@ def test_a_level_wider_than_its_tree_is_refused() -> None:
 
 def test_settings_without_effect_are_known() -> None:
     asked = {"eagle3": "e", "ddtree_nodes": 5, "max_draft_nodes": 70, "catch_up": "eager"}
-    assert Settings.of(**asked).unused_settings() == ["catch_up", "ddtree_nodes", "eagle3"]
+    lookup = Settings.of(router="lookup", **asked)
+    assert lookup.unused_settings() == ["catch_up", "ddtree_nodes", "eagle3"]
     asked |= {"dflash": "d", "exploration": 0.1, "entropy_threshold": 1.0}
     routed = Settings.of(router="entropy", **asked)
     assert routed.unused_settings() == ["ddtree_nodes", "exploration"]
     tree = Settings.of(router="ddtree", max_backlog=4, **asked)
     unused = ["eagle3", "entropy_threshold", "exploration", "max_backlog"]
     assert tree.unused_settings() == unused
+
+
+def test_the_default_agent_comes_with_its_drafters_and_routers() -> None:
+    for target in (None, default_agent.NAME):
+        settings = Settings.of(target=target)
+        assert settings.router == "cost-aware"
+        assert settings.arms == ("lookup", "eagle3", "dflash", "ddtree")
+        for network in ("eagle3", "dflash"):
+            assert settings.drafter(network) == str(default_agent.drafter(network))
+        for router in ("neural", "cost-aware"):
+            assert settings.router_weights(router) == str(default_agent.router_weights(router))
+        assert settings.router_weights("entropy") is None
+        assert Settings.of(target=target, router="neural").arms == ("eagle3", "dflash")
+
+
+def test_drafters_of_the_default_agent_are_no_other_targets() -> None:
+    for other in ({"target": "t"}, {"target": "SmolLM2-135M-Instruct"}, {"adapter": "a"}):
+        settings = Settings.of(**other)
+        assert settings.router == "lookup"
+        assert settings.drafter("eagle3") is settings.drafter("dflash") is None
+        assert settings.router_weights("neural") is settings.router_weights("cost-aware") is None
+
+
+def test_a_drafter_given_for_the_default_agent_takes_the_place_of_its_own() -> None:
+    settings = Settings.of(dflash="d")
+    assert settings.drafter("dflash") == "d"
+    assert settings.drafter("eagle3") == str(default_agent.drafter("eagle3"))
+    assert settings.router_weights("cost-aware") is None  # it was trained for the agent's own
+    assert Settings.of(dflash="d", router_weights="w").router_weights("cost-aware") == "w"
+
+
+@pytest.mark.parametrize(
+    ("drafters", "router"),
+    [({}, "lookup"), ({"eagle3": "e"}, "cost-aware"), ({"dflash": "d"}, "cost-aware")],
+)
+def test_the_router_is_cost_aware_where_there_are_neural_drafters(
+    drafters: dict[str, str], router: str
+) -> None:
+    assert Settings.of(target="t", **drafters).router == router
+    assert Settings.of(target="t", router="none", **drafters).router == "none"
 
 
 def test_unknown_router_is_refused_with_the_nearest_name() -> None:

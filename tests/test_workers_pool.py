@@ -77,7 +77,7 @@ def test_two_workers_give_the_rows_of_the_in_process_runner(
     )
 
     def rows(workers: int, runner: Any) -> list[dict[str, Any]]:
-        settings = Settings.of(workers=workers, concurrency=2)
+        settings = Settings.of(workers=workers, concurrency=2, router="lookup")
         running = WhiFlashBatch(
             settings, runner=lambda spec, settings: runner(spec, settings, load=echo_session)
         )

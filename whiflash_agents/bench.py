@@ -23,7 +23,7 @@ from whiflash_agents.bench_figures import BenchRow, Contender, Failures
 from whiflash_agents.bench_peers import Prompt, run_transformers
 from whiflash_agents.engine.errors import SettingsError, TraceError, WhiFlashError
 from whiflash_agents.models import resolve_drafter, resolve_model
-from whiflash_agents.settings import ARM_NETWORKS, ROUTER_ARMS, Settings
+from whiflash_agents.settings import ARM_NETWORKS, NETWORK_NAMES, ROUTER_ARMS, Settings
 from whiflash_agents.traces import read_traces
 
 if TYPE_CHECKING:
@@ -86,13 +86,8 @@ class Bench:
         self._adapter: Path | None = None
 
     def arms(self) -> list[str]:
-        """Every drafter that takes part: those without a network, and those whose is given."""
-        drafters = self.settings.drafters
-        return [
-            arm
-            for arm, network in ARM_NETWORKS.items()
-            if network is None or getattr(drafters, network) is not None
-        ]
+        """Every drafter that takes part: those without a network, and those whose is there."""
+        return list(self.settings.available_arms())
 
     def contenders(self) -> list[str]:
         """`none`, every arm whose network is given, and the routers between them."""
@@ -102,9 +97,15 @@ class Bench:
         for name in ROUTERS:
             needed = ROUTER_ARMS[name]
             ready = needed is None or all(ARM_NETWORKS[arm] in given for arm in needed)
-            if ready and (name != "neural" or self.trained_router() == "neural"):
+            if ready and (name != "neural" or self._has_neural_weights()):
                 routers.append(name)
         return ["none", *arms, *routers]
+
+    def _has_neural_weights(self) -> bool:
+        given = self.settings.routing.router_weights is not None
+        if given:
+            return self.trained_router() == "neural"
+        return self.settings.router_weights("neural") is not None
 
     def trained_router(self) -> str | None:
         """The router that the weights given are for; None without any.
@@ -191,8 +192,8 @@ class Bench:
         self._model = resolve_model(self.settings.model.target, self.settings.model.adapter)
         self._paths = {
             network: resolve_drafter(given, network)
-            for network in ("eagle3", "dflash")
-            if (given := getattr(self.settings.drafters, network)) is not None
+            for network in NETWORK_NAMES
+            if (given := self.settings.drafter(network)) is not None
         }
         self._progress.phase(f"loading {self._model.name}")
         models = Models.load(SessionSpec.of(self.settings, self._model, self._paths))
@@ -259,7 +260,9 @@ class Bench:
     # Figures ---------------------------------------------------------------------------------
 
     def _figures(self, names: Sequence[str], models: Models) -> dict[str, Any]:
-        arms, speedups = {}, {}
+        arms: dict[str, dict[str, Any]] = {}
+        speedups: dict[str, float] = {}
+        decoding: dict[str, float] = {}
         plain = self._count("none")
         for name in names:
             mine = self._count(name)
@@ -267,6 +270,9 @@ class Bench:
             if name != "none" and self.rows:
                 pairs = zip(mine.rates, plain.rates, strict=True)
                 speedups[name] = median(a / b for a, b in pairs)
+                pairs = zip(mine.decode_rates, plain.decode_rates, strict=True)
+                if ratios := [a / b for a, b in pairs if b]:
+                    decoding[name] = median(ratios)
         routed = next((name for name in reversed(names) if name in ROUTERS), None)
         return {
             "machine": models.machine,
@@ -278,6 +284,7 @@ class Bench:
             "interrupted": self.interrupted,
             "arms": arms,
             "speedup_over_none": speedups,
+            "decode_speedup_over_none": decoding,
             "router": routed,
             "switch_overhead": arms[routed]["switch_overhead"] if routed else 0.0,
             "router_overhead": arms[routed]["router_overhead"] if routed else 0.0,

@@ -12,12 +12,32 @@ from whiflash_agents.batch.plan import Row
 
 
 @dataclass(slots=True)
+class Decoding:
+    """Tokens that rounds brought, and the seconds that these took: prefill is in neither."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; 0 without rounds."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
 class Contender:
     """What one arm or router did with the rows that all of them generated."""
 
     tokens: int = 0
     seconds: float = 0.0
     rates: list[float] = field(default_factory=list)  # tokens per second, row by row
+    decoding: Decoding = field(default_factory=Decoding)
+    decode_rates: list[float] = field(default_factory=list)  # row by row; 0 without rounds
+    decoding_by_category: dict[str, Decoding] = field(default_factory=dict)
     round_seconds: list[float] = field(default_factory=list)
     switch_seconds: float = 0.0
     switches: int = 0
@@ -34,17 +54,23 @@ class Contender:
         self.tokens += tokens
         self.seconds += extra["seconds"]
         self.rates.append(tokens / extra["seconds"])
+        mine = Decoding()
+        for record in extra["rounds"]:
+            mine.add(record["emitted"], record["round_seconds"])
+        self.decode_rates.append(mine.rate)
+        for group in (self.decoding, self.decoding_by_category.setdefault(category, Decoding())):
+            group.add(mine.tokens, mine.seconds)
         self.round_seconds += [r["round_seconds"] for r in extra["rounds"]]
         self.switch_seconds += sum(r["catch_up_seconds"] for r in extra["rounds"] if r["switched"])
         self.switches += figures["num_switches"]
         self.pooled.add(figures)
         self.by_category.setdefault(category, Speculation()).add(figures)
-        for mine, theirs in (
+        for ours, theirs in (
             (self.by_span, figures["by_span"]),
             (self.by_drafter, figures["by_drafter"]),
         ):
-            for name, group in theirs.items():
-                mine.setdefault(name, Speculation()).add(group)
+            for name, counts in theirs.items():
+                ours.setdefault(name, Speculation()).add(counts)
 
     def as_dict(self, engine: dict[str, Any]) -> dict[str, Any]:
         """Its part of `bench.json`; `engine` are its engine's totals."""
@@ -54,6 +80,7 @@ class Contender:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+            "decode_tokens_per_second": self.decoding.rate,
             "rounds": self.pooled.steps,
             "mean_acceptance_length": self.pooled.mean_acceptance_length,
             "round_ms": {
@@ -66,7 +93,11 @@ class Contender:
             if engine["step_seconds"]
             else 0.0,
             "by_span": {name: group.as_dict() for name, group in self.by_span.items()},
-            "by_category": {name: group.as_dict() for name, group in self.by_category.items()},
+            "by_category": {
+                name: group.as_dict()
+                | {"decode_tokens_per_second": self.decoding_by_category[name].rate}
+                for name, group in self.by_category.items()
+            },
             "by_drafter": {name: group.as_dict() for name, group in self.by_drafter.items()},
             "engine": engine,
         }

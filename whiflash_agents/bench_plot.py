@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING
 
 from whiflash_agents.bench import ROUTERS
 from whiflash_agents.engine.errors import OutputError, SettingsError
+from whiflash_agents.route_plot import COLOURS, SHADES, colour
 
 if TYPE_CHECKING:
     from whiflash_agents.bench import Bench
 
-_COLOURS = {
-    "none": "#777777",
-    "lookup": "#e69f00",
-    "eagle3": "#0072b2",
-    "dflash": "#d55e00",
-    "ddtree": "#009e73",
-}
-_SHADES = {"reasoning": "#eef3fb", "tool_call": "#fdf1e3", "content": "#f3f3f3"}
 _STYLES = ("-", (0, (6, 2)), (0, (3, 2)), (0, (1, 1.5)))
 
 
@@ -65,7 +58,7 @@ def draw_response(bench: Bench, path: str | Path) -> None:
     )
     for axis in (top, bottom):
         for span in extra["spans"]:
-            shade = _SHADES.get(span["kind"], "#ffffff")
+            shade = SHADES.get(span["kind"], "#ffffff")
             axis.axvspan(span["start"], span["end"], color=shade, zorder=0)
     for span in extra["spans"]:
         top.text(span["start"], 1.01, span["kind"], transform=top.get_xaxis_transform(), fontsize=8)
@@ -80,14 +73,14 @@ def draw_response(bench: Bench, path: str | Path) -> None:
             lengths,
             where="post",
             label=arm,
-            color=_COLOURS.get(arm),
+            color=COLOURS.get(arm),
             lw=max(1.0, 4.0 - column),
             ls=_STYLES[column % len(_STYLES)],
         )
     top.set_ylim(0.0, max(2.0, 1.1 * longest))
     top.set_ylabel("acceptance length")
     drafted = dict.fromkeys(record["drafter"] for record in extra["rounds"])
-    others = [Patch(color=_colour(arm), label=arm) for arm in drafted if arm not in labels.arms]
+    others = [Patch(color=colour(arm), label=arm) for arm in drafted if arm not in labels.arms]
     handles, _ = top.get_legend_handles_labels()
     top.legend(
         handles=[*handles, *others],
@@ -100,7 +93,7 @@ def draw_response(bench: Bench, path: str | Path) -> None:
             0,
             record["emitted"],
             left=record["position"],
-            color=_colour(record["drafter"]),
+            color=colour(record["drafter"]),
             ec="white",
         )
     bottom.set_yticks([])
@@ -112,7 +105,3 @@ def draw_response(bench: Bench, path: str | Path) -> None:
         raise OutputError(f"{path}: the plot cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
-
-
-def _colour(arm: str) -> str:
-    return _COLOURS.get(arm, "#000000")

@@ -113,7 +113,7 @@ def tables_of(figures: dict[str, Any]) -> list[Table]:
 
 
 def arms_table(figures: dict[str, Any]) -> Table:
-    """How fast every arm and router is."""
+    """How fast every arm and router is: with prompts, and in decoding alone."""
     from rich.table import Table
 
     title = f"{figures['target']}: {figures['rows_identical']} of {figures['rows']} rows identical"
@@ -122,15 +122,18 @@ def arms_table(figures: dict[str, Any]) -> Table:
     if figures.get("interrupted"):
         title += " (interrupted)"
     table = Table(title=title, title_style="bold")
-    table.add_column("arm or router", no_wrap=True)
-    for heading in ("tokens/s", "speed-up", "acceptance", "ms p50", "ms p95"):
+    table.add_column("contender", no_wrap=True)
+    for heading in ("tokens/s", "speed-up", "decoding", "acceptance", "ms p50", "ms p95"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, its in figures["arms"].items():
-        speedup = 1.0 if name == "none" else figures["speedup_over_none"].get(name)
+        speedups = [
+            1.0 if name == "none" else figures[key].get(name)
+            for key in ("speedup_over_none", "decode_speedup_over_none")
+        ]
         table.add_row(
             name,
             f"{its['tokens_per_second']:.1f}",
-            "–" if speedup is None else f"{speedup:.2f}",
+            *("–" if speedup is None else f"{speedup:.2f}" for speedup in speedups),
             f"{its['mean_acceptance_length']:.2f}",
             f"{its['round_ms']['p50']:.1f}",
             f"{its['round_ms']['p95']:.1f}",

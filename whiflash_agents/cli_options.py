@@ -43,8 +43,9 @@ _RUN_SETTINGS = [
     _setting(
         "--router",
         metavar="NAME",
-        shown="lookup",
-        help="How drafts are made: none (plain decoding), lookup (from the prompt, the output so "
+        shown="auto",
+        help="How drafts are made: auto (cost-aware if the target has neural drafters, else "
+        "lookup), none (plain decoding), lookup (from the prompt, the output so "
         "far and the recorded turn), eagle3 (needs --eagle3), dflash or ddtree (need --dflash); or "
         "chosen anew every round: entropy or neural (between eagle3 and dflash), cost-aware (among "
         "none, lookup and all drafters given). It never changes what is generated.",
@@ -62,7 +63,7 @@ _RUN_SETTINGS = [
     _setting(
         "--target",
         metavar="MODEL",
-        help="Model folder or Hugging Face name.  [default: the embedded model]",
+        help="Model folder or Hugging Face name.  [default: the embedded agent]",
     ),
     _setting(
         "--adapter",

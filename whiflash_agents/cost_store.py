@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from whiflash_agents.engine.costs import CostModel, CostTable
 
+from .embedded import default_agent
 from .models import cache_dir
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def load_or_measure(
     recalibrate: bool,
     on_phase: Callable[[str], None],
 ) -> tuple[CostModel, str]:
-    """The costs of `engine`: those kept by an earlier run, or measured now (and kept).
+    """The costs of `engine`: those kept by an earlier run, those that come with the default agent
+    if they were measured on a machine like this, or measured now (and kept).
 
     Args:
         engine: an idle one.
@@ -60,6 +62,10 @@ def load_or_measure(
         table, reason = load(path, key)
         if table is not None:
             return CostModel(table), f"costs read from {path}"
+        shipped = default_agent.costs() / path.name
+        table, _ = load(shipped, key)
+        if table is not None:
+            return CostModel(table), f"costs read from {shipped}, measured on a machine like this"
     on_phase("measuring costs")
     started = time.perf_counter()
     table = measure_costs(engine)

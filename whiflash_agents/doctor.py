@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from whiflash_agents.devices import pick_device
 from whiflash_agents.engine.errors import WhiFlashError
-from whiflash_agents.models import cache_dir, find_local, resolve_drafter
-from whiflash_agents.settings import Settings
+from whiflash_agents.models import cache_dir, find_local, resolve_drafter, resolve_model
+from whiflash_agents.settings import NETWORK_NAMES, Settings
 
 if TYPE_CHECKING:
     from whiflash_agents.engine.drafters.context import DraftContext
@@ -93,7 +93,7 @@ def _devices(settings: Settings) -> Iterator[Finding]:
 
 def _models(settings: Settings) -> Iterator[Finding]:
     yield Finding("models", "cache", "ok", str(cache_dir()))
-    name = "target" if settings.model.target else "embedded default"
+    name = "target" if settings.model.target else "default agent"
     try:
         path = find_local(settings.model.target)
     except WhiFlashError as error:
@@ -103,24 +103,46 @@ def _models(settings: Settings) -> Iterator[Finding]:
         yield Finding("models", name, "note", "not on this machine yet; fetched on first use")
         return
     yield Finding("models", name, "ok", f"{path} ({_describe_config(path)})")
-    asked = {n: v for n in ("eagle3", "dflash") if (v := getattr(settings.drafters, n)) is not None}
+    model = resolve_model(settings.model.target, settings.model.adapter)
+    if model.adapter is not None:
+        size = _mib(sum(f.stat().st_size for f in model.adapter.iterdir()))
+        yield Finding("models", "adapter", "ok", f"{model.adapter} ({size}); makes it {model.name}")
+    asked = {n: v for n in NETWORK_NAMES if (v := settings.drafter(n)) is not None}
     if not asked:
         text = "none named; --eagle3 and --dflash look at one and say what it costs in memory"
         yield Finding("drafters", "neural drafters", "note", text)
         return
     try:
-        target = _load_target(settings, path)
+        target = _load_target(settings, path, model.adapter)
     except WhiFlashError as error:
         yield Finding("models", name, "wrong", str(error))
         return
     yield from _drafters(settings, target, asked)
+    yield from _routers(settings)
 
 
-def _load_target(settings: Settings, path: Path) -> Target:
+def _routers(settings: Settings) -> Iterator[Finding]:
+    """Trained routers that a run with these settings finds."""
+    from whiflash_agents.engine.routing.weights import models_of, router_of
+
+    for name in ("neural", "cost-aware"):
+        weights = settings.router_weights(name)
+        if weights is None:
+            continue
+        try:
+            if router_of(weights) == name:
+                made_for = ", ".join(model.name for model in models_of(weights).values())
+                text = f"{weights}: trained for {made_for or 'models that it does not name'}"
+                yield Finding("routers", name, "ok", text)
+        except WhiFlashError as error:
+            yield Finding("routers", name, "wrong", str(error))
+
+
+def _load_target(settings: Settings, path: Path, adapter: Path | None) -> Target:
     from whiflash_agents.engine.target import Target
 
     device, dtype = pick_device(settings.model.device, settings.model.dtype)
-    return Target.load(path, device=device, dtype=dtype, adapter=settings.model.adapter)
+    return Target.load(path, device=device, dtype=dtype, adapter=adapter)
 
 
 def _drafters(settings: Settings, target: Target, asked: dict[str, str]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Find models: the embedded default, a local folder, or a name on the Hugging Face hub.
+"""Find models: the default agent, a local folder, or a name on the Hugging Face hub.
 
 `resolve_model` turns what the user wrote into a folder that the engine loads, with the chat and
 response templates to use where the folder's own are not the right ones.
@@ -47,19 +47,25 @@ def cache_dir() -> Path:
 
 
 def resolve_model(name: str | None = None, adapter: str | None = None) -> ModelFiles:
-    """Find the model `name`; None, or the default's own name, is the embedded default.
+    """Find the model `name`; None, or its own name, is the default agent.
 
-    The default is downloaded and converted on first use. An existing local folder wins over a hub
-    name; what looks like a path (`./x`, `/x`, `~/x`) is never looked up on the hub.
+    What the agent is made from (SmolLM2-135M-Instruct, which can be named too) is downloaded and
+    converted on first use. An existing local folder wins over a hub name; what looks like a path
+    (`./x`, `/x`, `~/x`) is never looked up on the hub.
 
     Args:
-        adapter: folder of a low-rank adapter, to go with the model.
+        adapter: folder of a low-rank adapter, to go with the model; without a `name` it takes the
+            place of the agent's own.
 
     Raises:
         ModelNotFoundError: nothing usable under that name; the text says what was tried and what
             to do.
     """
-    files = _resolve(name)
+    from .embedded import default_agent
+
+    if default_agent.is_meant(name, adapter):
+        return replace(_base(), name=default_agent.NAME, adapter=default_agent.adapter())
+    files = _base() if name in (None, default_agent.NAME) else _resolve(name)
     if adapter is None:
         return files
     path = Path(adapter).expanduser()
@@ -71,13 +77,11 @@ def resolve_model(name: str | None = None, adapter: str | None = None) -> ModelF
     return replace(files, adapter=path.absolute(), name=f"{files.name}+{path.absolute().name}")
 
 
-def _resolve(name: str | None) -> ModelFiles:
-    if name is None:
-        return _embedded()
+def _resolve(name: str) -> ModelFiles:
     if not name.strip():
         raise ModelNotFoundError(
             "the model's name is empty: give a folder, a hub name (owner/name), or nothing for "
-            "the embedded default"
+            "the default agent"
         )
     path = Path(name).expanduser()
     if path.is_dir():
@@ -87,12 +91,12 @@ def _resolve(name: str | None) -> ModelFiles:
             f"{name} is a file; expected the folder that holds config.json, the weights "
             "(*.safetensors) and the tokenizer"
         )
-    if name == _default_name():
-        return _embedded()
+    if name == _base_name():
+        return _base()
     if _looks_like_path(name):
         raise ModelNotFoundError(
             f"there is no folder {name}: target (--target) takes the folder of a model, a hub "
-            "name (owner/name), or nothing for the embedded default"
+            "name (owner/name), or nothing for the default agent"
         )
     return _from_hub(name)
 
@@ -103,9 +107,9 @@ def find_local(name: str | None) -> Path | None:
     Raises:
         ModelNotFoundError: it looks like a folder, and there is no model in it.
     """
-    from .embedded import default_target
+    from .embedded import default_agent, default_target
 
-    if name is None or name == default_target.NAME:
+    if name in (None, default_agent.NAME, default_target.NAME):
         return default_target.installed(cache_dir())
     if Path(name).expanduser().is_dir() or Path(name).is_file() or _looks_like_path(name):
         return resolve_model(name).path
@@ -159,13 +163,13 @@ def embedded_template(file: str) -> str:
     return (resources.files("whiflash_agents.embedded") / file).read_text(encoding="utf-8")
 
 
-def _default_name() -> str:
+def _base_name() -> str:
     from .embedded import default_target
 
     return default_target.NAME
 
 
-def _embedded() -> ModelFiles:
+def _base() -> ModelFiles:
     from .embedded import default_target
 
     return ModelFiles(
@@ -191,7 +195,7 @@ def _local(path: Path) -> ModelFiles:
         )
     resolved = path.resolve()
     if resolved.parent == (cache_dir() / "models").resolve() and (path / "manifest.json").is_file():
-        return _embedded()  # the default named by its folder still needs its templates
+        return _base()  # named by its folder, it still needs its templates
     return ModelFiles(path=path, name=resolved.name)
 
 

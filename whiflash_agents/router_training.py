@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from whiflash_agents.calibration import Calibration, Threshold, find_thresholds
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.models import resolve_drafter
+from whiflash_agents.settings import NETWORK_NAMES
 from whiflash_agents.study_outputs import check_file, check_folder, used_files
 
 if TYPE_CHECKING:
@@ -35,20 +36,20 @@ def calibrate(
     from whiflash_agents.engine.routing.neural import load_router
 
     settings = bench.settings
-    if settings.drafters.eagle3 is None or settings.drafters.dflash is None:
+    if (dflash := settings.drafter("dflash")) is None or settings.drafter("eagle3") is None:
         raise SettingsError(
             "calibrate finds the thresholds between eagle3 and dflash; give both "
             "(--eagle3, --dflash)"
         )
-    weights = settings.routing.router_weights
-    if weights is not None and bench.trained_router() != "neural":
+    weights = settings.router_weights("neural")
+    if settings.routing.router_weights is not None and bench.trained_router() != "neural":
         raise SettingsError(
             f"router_weights={weights}: they are for router {bench.trained_router()}, which has no "
             "threshold; calibrate takes those of router neural (train router --kind neural), or "
             "none"
         )
     if folder is None:
-        folder = resolve_drafter(settings.drafters.dflash, "dflash")
+        folder = resolve_drafter(dflash, "dflash")
         check_folder(folder, option="the DFlash drafter's folder")
     else:
         check_folder(folder, option="output")
@@ -131,8 +132,8 @@ def train_router(
 
     if kind not in KINDS:
         raise SettingsError(f"kind={kind!r}: expected {' or '.join(KINDS)}")
-    drafters = bench.settings.drafters
-    if kind == "neural" and (drafters.eagle3 is None or drafters.dflash is None):
+    drafters = map(bench.settings.drafter, NETWORK_NAMES)
+    if kind == "neural" and any(drafter is None for drafter in drafters):
         raise SettingsError(
             "router neural chooses between eagle3 and dflash; give both (--eagle3, --dflash)"
         )

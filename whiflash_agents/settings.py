@@ -27,6 +27,7 @@ from pydantic import (
     model_validator,
 )
 
+from whiflash_agents.embedded import default_agent
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.engine.request import SamplingParams
 
@@ -50,6 +51,7 @@ ROUTER_ARMS: dict[str, tuple[str, ...] | None] = {
     "cost-aware": None,
 }
 ROUTERS = tuple(ROUTER_ARMS)
+AUTO_ROUTER = "auto"
 DEFAULT_ENTROPY = 0.5  # nats; between the certainty of structure and that of free text
 _CATCH_UP_FIELDS = {"catch_up", "max_backlog"}
 _EAGLE3_FIELDS = {
@@ -68,7 +70,7 @@ _ROUTER_FIELDS = {
     "neural": {"router_weights"},
     "cost-aware": {"router_weights", "exploration", "recalibrate"},
 }
-_NETWORK_NAMES = {"eagle3": "an EAGLE-3 checkpoint", "dflash": "a DFlash checkpoint"}
+NETWORK_NAMES = {"eagle3": "an EAGLE-3 checkpoint", "dflash": "a DFlash checkpoint"}
 
 
 class _Section(BaseModel):
@@ -79,7 +81,7 @@ class ModelSection(_Section):
     """The target model and where it runs."""
 
     target: str | None = Field(
-        default=None, description="a folder or a hub name; unset: embedded default"
+        default=None, description="a folder or a hub name; unset: the default agent"
     )
     adapter: str | None = Field(
         default=None, description="folder of a low-rank adapter, merged into the target at load"
@@ -141,7 +143,11 @@ class SamplingSection(_Section):
 class EngineSection(_Section):
     """How one engine decodes; none of it changes what is generated."""
 
-    router: str = Field(default="lookup", description=f"one of {', '.join(ROUTERS)}")
+    router: str = Field(
+        default=AUTO_ROUTER,
+        description=f"one of {', '.join(ROUTERS)}; auto: cost-aware if the target has neural "
+        "drafters, else lookup",
+    )
     concurrency: int = Field(default=8, ge=1, description="sequences decoded at once, per engine")
     recorded_drafts: bool = Field(
         default=True, description="lookup also drafts from the recorded turn that a row replays"
@@ -154,10 +160,11 @@ class EngineSection(_Section):
     @field_validator("router")
     @classmethod
     def _available_router(cls, router: str) -> str:
-        if router in ROUTERS:
+        if router in (AUTO_ROUTER, *ROUTERS):
             return router
         near = nearest(router, ROUTERS)
-        raise ValueError(f"there is no router of this name{near}; use one of {', '.join(ROUTERS)}")
+        known = ", ".join((AUTO_ROUTER, *ROUTERS))
+        raise ValueError(f"there is no router of this name{near}; use one of {known}")
 
 
 class DraftersSection(_Section):
@@ -272,12 +279,12 @@ class Settings(_Section):
         for arm in self.arms:
             self.drafters.check_tree(arm)
         for network in self.networks:
-            if getattr(self.drafters, network) is None:
+            if self.drafter(network) is None:
                 raise ValueError(
-                    f"router={self.engine.router!r} drafts with {_NETWORK_NAMES[network]}, and "
+                    f"router={self.router!r} drafts with {NETWORK_NAMES[network]}, and "
                     f"none is given; give its folder or hub name as {network} (--{network})"
                 )
-        if self.engine.router == "neural" and self.routing.router_weights is None:
+        if self.router == "neural" and self.router_weights("neural") is None:
             raise ValueError(
                 "router='neural' needs a trained router; give its file as router_weights "
                 "(--router-weights)"
@@ -285,15 +292,44 @@ class Settings(_Section):
         return self
 
     @property
+    def router(self) -> str:
+        """The router's name, `auto` resolved."""
+        if self.engine.router != AUTO_ROUTER:
+            return self.engine.router
+        neural = any(self.drafter(network) is not None for network in NETWORK_NAMES)
+        return "cost-aware" if neural else "lookup"
+
+    def drafter(self, network: str) -> str | None:
+        """Folder or hub name of the drafter `eagle3` or `dflash`: the one given, or the default
+        agent's own if that is the target; None if there is none."""
+        given: str | None = getattr(self.drafters, network)
+        if given is None and default_agent.is_meant(self.model.target, self.model.adapter):
+            return str(default_agent.drafter(network))
+        return given
+
+    def router_weights(self, router: str) -> str | None:
+        """The file of a trained router: the one given, or for the default agent with its own
+        drafters the one that was trained for them; None if there is none."""
+        if self.routing.router_weights is not None:
+            return self.routing.router_weights
+        own = default_agent.is_meant(self.model.target, self.model.adapter) and all(
+            getattr(self.drafters, network) is None for network in NETWORK_NAMES
+        )
+        weights = default_agent.router_weights(router) if own else None
+        return None if weights is None else str(weights)
+
+    @property
     def arms(self) -> tuple[str, ...]:
         """The drafters that the router chooses from, `none` aside."""
-        arms = ROUTER_ARMS[self.engine.router]
-        if arms is not None:
-            return arms
+        arms = ROUTER_ARMS[self.router]
+        return self.available_arms() if arms is None else arms
+
+    def available_arms(self) -> tuple[str, ...]:
+        """Every drafter that the target has: those without a network, and those whose is there."""
         return tuple(
             arm
             for arm, network in ARM_NETWORKS.items()
-            if network is None or getattr(self.drafters, network) is not None
+            if network is None or self.drafter(network) is not None
         )
 
     @property
@@ -308,7 +344,7 @@ class Settings(_Section):
         used = used.union(*(_ARM_FIELDS[arm] for arm in self.arms))
         if self.drafters.catch_up == "eager":
             used.discard("max_backlog")
-        used |= _ROUTER_FIELDS.get(self.engine.router, set())
+        used |= _ROUTER_FIELDS.get(self.router, set())
         if self.arms:
             used.add("verify_budget")
         if self.routing.verify_budget == "gain":

@@ -13,7 +13,7 @@ from pathlib import Path
 from whiflash_agents.batch.writer import STDOUT, check_output
 from whiflash_agents.engine.errors import OutputError
 from whiflash_agents.models import find_local, find_local_drafter
-from whiflash_agents.settings import Settings
+from whiflash_agents.settings import NETWORK_NAMES, Settings
 
 
 def used_files(
@@ -28,8 +28,9 @@ def used_files(
     files = [Path(trace) for trace in traces if str(trace) != STDOUT]
     if config is not None:
         files.append(Path(config))
-    if settings.routing.router_weights is not None:
-        files.append(Path(settings.routing.router_weights))
+    for router in ("neural", "cost-aware"):
+        if (weights := settings.router_weights(router)) is not None:
+            files.append(Path(weights))
     for folder in _folders(settings):
         files += [file for file in folder.iterdir() if file.is_file()]
     return files
@@ -40,7 +41,7 @@ def _folders(settings: Settings) -> Iterator[Path]:
     target = find_local(settings.model.target)
     if target is not None:
         yield target
-    for name in (settings.drafters.eagle3, settings.drafters.dflash):
+    for name in map(settings.drafter, NETWORK_NAMES):
         if name is not None and (drafter := find_local_drafter(name)) is not None:
             yield drafter
 

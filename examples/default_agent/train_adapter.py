@@ -109,7 +109,9 @@ def main() -> None:
     done = loop.run()
     if not done.finished:
         sys.exit(f"stopped after step {done.step} of {done.total}; the same command goes on")
-    save_adapter(adapter.named_pairs(), args.alpha, args.output, base=files.name)
+    pairs = adapter.named_pairs()
+    half = {name: (a.to(torch.bfloat16), b.to(torch.bfloat16)) for name, (a, b) in pairs.items()}
+    save_adapter(half, args.alpha, args.output, base=files.name)
     (args.output / "training.json").write_text(
         json.dumps(
             {

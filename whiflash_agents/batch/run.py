@@ -163,17 +163,18 @@ class WhiFlashBatch:
     def _load(self) -> Runner:
         from whiflash_agents.models import resolve_drafter, resolve_model
 
-        drafters = self.settings.drafters
         started = time.monotonic()
         self._progress.phase("finding the model")
         model = resolve_model(self.settings.model.target, self.settings.model.adapter)
         paths = {}
         for network in self.settings.networks:
             self._progress.phase(f"finding the {network} drafter")
-            paths[network] = resolve_drafter(getattr(drafters, network), network)
+            given = self.settings.drafter(network)
+            assert given is not None  # settings refuse a router that lacks one
+            paths[network] = resolve_drafter(given, network)
         if unused := self.settings.unused_settings():
             self._progress.phase(
-                f"without effect under router {self.settings.engine.router}: "
+                f"without effect under router {self.settings.router}: "
                 f"{', '.join(map(option_name, unused))}"
             )
         costs = "; measuring costs, if this machine's are not known" if self._needs_costs() else ""
@@ -187,8 +188,8 @@ class WhiFlashBatch:
         return runner
 
     def _needs_costs(self) -> bool:
-        engine, routing = self.settings.engine, self.settings.routing
-        return engine.router == "cost-aware" or routing.verify_budget == "gain"
+        settings = self.settings
+        return settings.router == "cost-aware" or settings.routing.verify_budget == "gain"
 
     def _decode(self, paths: Sequence[Path], runner: Runner) -> Iterator[dict[str, Any]]:
         """Keep the runner filled and yield its output rows in input order.

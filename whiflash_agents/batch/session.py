@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from whiflash_agents.embedded import default_agent
 from whiflash_agents.engine.errors import ContextLengthError, WorkerError
 from whiflash_agents.engine.request import Event, GenerationResult, Request, SamplingParams
 from whiflash_agents.traces import Message
@@ -103,7 +104,9 @@ def build_session(
     if costly or budget == "gain":
         known, machine["costs"] = load_or_measure(
             engine,
-            key_parts={"drafters": {n: str(p) for n, p in sorted(spec.drafter_paths.items())}},
+            key_parts={
+                "drafters": {n: default_agent.place_of(p) for n, p in spec.drafter_paths.items()}
+            },
             recalibrate=routing.recalibrate,
             on_phase=on_phase or logger.info,
         )

@@ -59,7 +59,7 @@ class SessionSpec:
             response_template=model.response_template,
             device=settings.model.device,
             dtype=settings.model.dtype,
-            router=settings.engine.router,
+            router=settings.router,
             concurrency=settings.engine.concurrency,
             kv_tokens=settings.engine.kv_tokens,
             prefill_chunk=settings.engine.prefill_chunk,
@@ -68,7 +68,9 @@ class SessionSpec:
             drafters=settings.drafters,
             drafter_paths={name: path.absolute() for name, path in (drafters or {}).items()},
             arms=settings.arms,
-            routing=settings.routing,
+            routing=settings.routing.model_copy(
+                update={"router_weights": settings.router_weights(settings.router)}
+            ),
             adapter=model.adapter,
             threshold_from=settings.origin_of("entropy_threshold"),
         )

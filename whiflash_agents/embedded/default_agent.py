@@ -38,6 +38,18 @@ def drafter(network: str) -> Path:
     return folder() / network
 
 
+def costs() -> Path:
+    """The folder of cost tables measured for the agent and its drafters, each for one machine."""
+    return folder() / "costs"
+
+
+def place_of(path: Path) -> str:
+    """`path` as it is called on every machine, if it belongs to the agent; else as it is here."""
+    if path.is_relative_to(folder()):
+        return f"{NAME}/{path.relative_to(folder()).as_posix()}"
+    return str(path)
+
+
 def router_weights(router: str) -> Path | None:
     """The file of the router trained for agent and drafters; None for routers without weights."""
     return folder() / _ROUTER_FILES[router] if router in _ROUTER_FILES else None
