@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from whiflash_agents import cost_store
 from whiflash_agents.batch.progress import SilentProgress
 from whiflash_agents.bench import Bench
 from whiflash_agents.embedded import default_agent
@@ -72,7 +73,7 @@ def test_its_drafters_know_how_it_writes(outcome: Any) -> None:
         assert figures["arms"][arm]["mean_acceptance_length"] > 2.0  # random ones have 1.0
 
 
-def test_it_reasons_and_calls_a_tool(outcome: Any) -> None:
+def test_it_reasons_before_it_acts(outcome: Any) -> None:
     _, bench = outcome
     turns = [row.outputs["none"]["response"]["body"]["choices"][0] for row in bench.rows]
     assert all(turn["message"]["reasoning_content"] for turn in turns)
@@ -84,3 +85,14 @@ def test_a_run_without_options_is_routed(agent: ModelFiles) -> None:
     for network in settings.networks:
         folder = Path(str(settings.drafter(network)))
         assert json.loads((folder / "config.json").read_text())["architectures"]
+
+
+def test_cost_tables_are_whole_and_name_no_place_of_one_machine() -> None:
+    tables = list(default_agent.costs().iterdir())
+    assert tables
+    for path in tables:
+        key = json.loads(path.read_text())["key"]
+        assert cost_store.path_of(key).name == path.name
+        assert cost_store.load(path, key)[0] is not None
+        places = {n: f"{default_agent.NAME}/{n}" for n in ("eagle3", "dflash")}
+        assert key["more"] == {"drafters": places}

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from whiflash_agents.bench import ROUTERS
-from whiflash_agents.engine.errors import OutputError, SettingsError
-from whiflash_agents.route_plot import COLOURS, SHADES, colour
+from whiflash_agents.engine.errors import SettingsError
+from whiflash_agents.route_plot import COLOURS, colour, name_spans, save_figure, shade_spans
 
 if TYPE_CHECKING:
     from whiflash_agents.bench import Bench
@@ -57,11 +57,8 @@ def draw_response(bench: Bench, path: str | Path) -> None:
         2, 1, figsize=(12, 5), sharex=True, height_ratios=[5, 1], layout="constrained"
     )
     for axis in (top, bottom):
-        for span in extra["spans"]:
-            shade = SHADES.get(span["kind"], "#ffffff")
-            axis.axvspan(span["start"], span["end"], color=shade, zorder=0)
-    for span in extra["spans"]:
-        top.text(span["start"], 1.01, span["kind"], transform=top.get_xaxis_transform(), fontsize=8)
+        shade_spans(axis, extra["spans"])
+    name_spans(top, extra["spans"])
     positions = range(1, labels.num_rounds + 1)
     longest = 1.0
     for column, arm in enumerate(labels.arms):
@@ -99,9 +96,4 @@ def draw_response(bench: Bench, path: str | Path) -> None:
     bottom.set_yticks([])
     bottom.set_ylabel("route")
     bottom.set_xlabel(f"output token of {row.row.id} (colours: the arm that drafted; {router})")
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: the plot cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)

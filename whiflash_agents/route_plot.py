@@ -59,7 +59,8 @@ def draw_routes(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
     drafted: dict[str, None] = {}
     for axis, row in zip(axes[:, 0], rows, strict=True):
         extra = row["whiflash"]
-        _shade(axis, extra["spans"])
+        shade_spans(axis, extra["spans"])
+        name_spans(axis, extra["spans"])
         for record in extra["rounds"]:
             drafted[record["drafter"]] = None
             axis.bar(
@@ -84,20 +85,37 @@ def draw_routes(rows: Sequence[dict[str, Any]], path: str | Path, title: str = "
         fontsize=8,
         title=title or None,
     )
+    save_figure(figure, path)
+
+
+def shade_spans(axis: Any, spans: Sequence[dict[str, Any]]) -> None:
+    """Shade the kinds of text behind what is drawn over output tokens."""
+    for span in spans:
+        axis.axvspan(span["start"], span["end"], color=SHADES.get(span["kind"], "#fff"), zorder=0)
+
+
+def name_spans(axis: Any, spans: Sequence[dict[str, Any]]) -> None:
+    """Write the kinds of text above `axis`, each where it begins."""
+    for span in spans:
+        axis.text(
+            span["start"], 1.01, span["kind"], transform=axis.get_xaxis_transform(), fontsize=8
+        )
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure of pyplot's and close it.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    from matplotlib import pyplot
+
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise OutputError(f"{path}: the plot cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
-
-
-def _shade(axis: Any, spans: Sequence[dict[str, Any]]) -> None:
-    for span in spans:
-        axis.axvspan(span["start"], span["end"], color=SHADES.get(span["kind"], "#fff"), zorder=0)
-        axis.text(
-            span["start"], 1.01, span["kind"], transform=axis.get_xaxis_transform(), fontsize=7
-        )
 
 
 def route_text(row: dict[str, Any], texts: TokenTexts) -> Text:
