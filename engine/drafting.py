@@ -96,6 +96,10 @@ class Drafting:
         context = None if arm == NONE else draft_context(self.drafters[arm])
         return 0 if context is None else context.backlog(sequence)
 
+    def evidence(self, arm: str, sequence: SequenceState) -> int | None:
+        tell = getattr(self.drafters.get(arm), "evidence", None)
+        return None if tell is None else tell(sequence)
+
     # Steps 2 to 4 ----------------------------------------------------------------------------
 
     def draft(self, decoding: Sequence[SequenceState], *, prompt_tokens: int = 0) -> list[Draft]:

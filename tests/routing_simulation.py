@@ -47,6 +47,7 @@ class Workload:
         catch_up: per network, milliseconds per call and per row.
         max_backlog: rows behind at which a network catches up whether chosen or not.
         entropy: per regime, nats, around which a round's entropy lies; empty: no signals.
+        evidence: of arms that have some, by regime.
         overhead: milliseconds of a step that no cost knows.
         wrong: factor by which the router's table is off at first, per kind of cost or arm.
         slowed: from half of the steps on, factors on arms' draft times.
@@ -63,6 +64,7 @@ class Workload:
     catch_up: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     max_backlog: int = 512
     entropy: Mapping[str, float] = field(default_factory=dict)
+    evidence: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     overhead: float = 1.0
     wrong: Mapping[str, float] = field(default_factory=dict)
     slowed: Mapping[str, float] = field(default_factory=dict)
@@ -188,6 +190,10 @@ class Simulation:
         if network is None:
             return 0
         return len(sequence.tokens) - self._texts[sequence.id].rows.get(network, 0)
+
+    def evidence(self, arm: str, sequence: Any) -> int | None:
+        tell = self.workload.evidence.get(arm)
+        return None if tell is None else tell[self._texts[sequence.id].regime]
 
     # Rounds ------------------------------------------------------------------------------------
 

@@ -205,4 +205,23 @@ LAGGING = [
         steps=10000,
     ),
 ]
-WORKLOADS = [*STATIONARY, *TOLD, *UNTOLD, *BATCHES, *LAGGING]
+EVIDENT = [
+    Workload(
+        "quotes told by evidence, too short to be learnt",
+        THREE,
+        {"prose": PROSE | {"lookup": 1.0}, "copy": COPY},
+        [[("prose", 24.0), ("copy", 16.0)]],
+        verify=CPU,
+        evidence={"lookup": {"prose": 0, "copy": 4}},
+        steps=6000,
+    ),
+    Workload(
+        "weak and strong evidence for two sequences",
+        THREE,
+        {"noise": NOISE | {"lookup": 1.2}, "copy": COPY},
+        [[("noise", 9.0), ("copy", 24.0)], [("copy", 40.0), ("noise", 12.0)]],
+        evidence={"lookup": {"noise": 2, "copy": 4}},
+        steps=8000,
+    ),
+]
+WORKLOADS = [*STATIONARY, *TOLD, *UNTOLD, *BATCHES, *LAGGING, *EVIDENT]

@@ -156,13 +156,13 @@ def flat(workload: Workload, regimes: Sequence[str]) -> Step:
         [1.0 if arm == NONE else workload.regimes[regime][arm] for arm in arms]
         for regime in regimes
     ]
+    verified = [1.0, *(arm.nodes + 1.0 for arm in workload.arms.values())]
     return Step(
         CostModel(workload.costs()),
         arms,
         [None] * len(arms),
-        [1.0, *(arm.nodes + 1.0 for arm in workload.arms.values())],
         workload.overhead / 1e3,
-        [Choices(10, list(range(len(arms))), y, [0.0] * len(arms)) for y in yields],
+        [Choices(10, list(range(len(arms))), y, [0.0] * len(arms), verified) for y in yields],
     )
 
 
@@ -201,8 +201,8 @@ def test_a_drafter_that_is_not_worth_its_call_for_one_sequence_is_for_two_that_s
     )
 
     def choose(count: int) -> list[str]:
-        choices = [Choices(1, [0, 1], [1.0, 2.0], [0.0, 0.0]) for _ in range(count)]
-        step = Step(shared, (NONE, "a"), [None, None], [1.0, 2.0], 0.0, choices)
+        choices = [Choices(1, [0, 1], [1.0, 2.0], [0.0, 0.0], [1.0, 2.0]) for _ in range(count)]
+        step = Step(shared, (NONE, "a"), [None, None], 0.0, choices)
         CostAwareRouter(["a"])._choose(step, [0] * count)
         return [(NONE, "a")[arm] for arm in step.assignment]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from routing_simulation import Policy, Simulation, Workload
-from routing_workloads import COPY, CPU, FOUR, JSON, NOISE, PROSE, TOLD
+from routing_workloads import COPY, CPU, EVIDENT, FOUR, JSON, NOISE, PROSE, TOLD
 
 from whiflash_agents.engine.errors import SettingsError
 from whiflash_agents.engine.routing.acceptance import RecentAcceptance
@@ -30,6 +30,9 @@ class Liar:
         self._lies = lies
         self._honest = honest  # predictions
         self._truth = RecentAcceptance()
+
+    def bind(self, surroundings: Any) -> None:
+        self._truth.bind(surroundings)
 
     def predict(self, sequences: Sequence[Any], arms: Sequence[str]) -> list[list[float]]:
         self._honest -= 1
@@ -145,6 +148,19 @@ def test_a_router_that_routes_well_is_left_alone(workload: Workload) -> None:
     guarded = Simulation(workload, guard).run()
     assert guarded.rate > 0.97 * free.rate, guard.figures()["guard"]
     assert guarded.rate > 1.05 * best_single(workload)
+
+
+@pytest.mark.parametrize("workload", EVIDENT, ids=lambda workload: workload.name)
+def test_an_arm_that_was_called_where_it_is_good_is_not_taken_to_be_good_everywhere(
+    workload: Workload,
+) -> None:
+    guard = Guard(CostAwareRouter(tuple(workload.arms)))
+    guarded = Simulation(workload, guard).run()
+    routed = Simulation(workload, CostAwareRouter(tuple(workload.arms))).run()
+    assert routed.arms["lookup"] > 0.1 * sum(routed.arms.values())
+    assert guarded.rate > 0.99 * routed.rate, guard.figures()
+    # Not told apart by evidence, lookup seemed best, and was pinned for most of the run.
+    assert guard.figures()["guard"]["pinned_rounds"] < 0.01 * sum(guarded.arms.values())
 
 
 def test_it_stands_for_the_router_that_it_watches() -> None:

@@ -218,6 +218,32 @@ def test_weak_evidence_gets_a_short_draft() -> None:
     assert len(drafted(drafter, strong, opened=False)) == 8
 
 
+def test_evidence_is_the_length_of_the_match_in_bits_and_0_without_a_draft() -> None:
+    drafter = LookupDrafter()
+    state = sequence([*PHRASE, 1, 2, 3])
+    drafter.open(state)
+    told = []
+    for token in (*PHRASE, 99):
+        told.append(drafter.evidence(state))
+        assert (told[-1] > 0) == bool(drafted(drafter, state))
+        state.tokens.append(token)
+    # Orders of 2, 4 and 8 are indexed; what matches is then measured to the token.
+    assert told == [0, 0, 2, 2, 3, 3, 3, 3, 4, 4, 4]
+    assert drafter.evidence(state) == 0
+
+
+def test_asking_for_evidence_changes_no_draft() -> None:
+    asked, silent = LookupDrafter(), LookupDrafter()
+    states = [sequence([*PHRASE, 1, 2, *PHRASE[:4]]) for _ in range(2)]
+    for drafter, state in zip((asked, silent), states, strict=True):
+        drafter.open(state)
+    for token in (*PHRASE[4:8], 7, 7, 7, 7, *PHRASE):
+        asked.evidence(states[0])
+        assert drafted(asked, states[0]) == drafted(silent, states[1])
+        for state in states:
+            state.tokens.append(token)
+
+
 def test_drafts_grow_while_they_are_accepted_and_shrink_when_they_are_not() -> None:
     recorded = [(i * 7) % 1009 + 1000 for i in range(400)]
     drafter = LookupDrafter(max_tokens=32, shared_tokens=0)

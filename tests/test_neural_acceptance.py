@@ -101,6 +101,7 @@ def test_what_it_predicts_decides_the_cost_aware_router() -> None:
         available=lambda arm, sequence: True,
         network=lambda arm: None,
         backlog=lambda arm, sequence: 0,
+        evidence=lambda arm, sequence: None,
     )
     router.bind(around)
     first = torch.zeros(HIDDEN)

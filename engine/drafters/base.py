@@ -26,6 +26,10 @@ class DraftLimit:
 class Drafter(Protocol):
     """Proposes draft trees. State is kept per sequence, from `open` to `close`.
 
+    A drafter that knows before drafting, at next to no cost, how good its draft will be has a
+    method `evidence(sequence) -> int`: a class of drafts that fare alike, 0 if it has nothing to
+    draft. Routers ask for it (`routing/base.py`).
+
     A neural drafter also has an attribute `context`, a `DraftContext`: the engine then gives it
     target features and a plane of the KV arena, and keeps its state per sequence.
     """

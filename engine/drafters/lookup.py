@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
@@ -121,12 +121,23 @@ def suffix_hashes(tokens: Sequence[int], end: int) -> list[tuple[int, int]]:
     return codes
 
 
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """The end of a sequence occurs in `source`, over `length` tokens; what followed stands from
+    `after` on. Nearer sources have a lower `rank`."""
+
+    length: int
+    rank: int
+    source: SuffixIndex
+    after: int
+
+
 @dataclass(slots=True)
 class _State:
     """One sequence: its own text, the recorded turn behind the prompt's end, and how drafts fared.
 
     `length` is the current draft length: doubled after a draft that was accepted whole, halved
-    after one that was mostly rejected.
+    after one that was mostly rejected. `matches` are those behind `matched_at` tokens.
     """
 
     own: SuffixIndex
@@ -134,6 +145,8 @@ class _State:
     length: int
     drafted: list[int]
     drafted_at: int = -1
+    matches: list[_Match] = field(default_factory=list)
+    matched_at: int = -1
 
 
 class LookupDrafter:
@@ -171,6 +184,8 @@ class LookupDrafter:
         copied = LookupDrafter(
             max_tokens=self.max_tokens, width=self.width, shared_tokens=self.shared_tokens
         )
+        for state in self._states.values():
+            state.matches, state.matched_at = [], -1  # they may point to the shared index
         copied._states = copy.deepcopy(self._states, memo)
         copied._young, copied._old = self._young, self._old
         self._borrowed = copied._borrowed = True
@@ -244,27 +259,49 @@ class LookupDrafter:
         state.drafted, state.drafted_at = best, len(sequence.tokens)
         return tree
 
+    def evidence(self, sequence: SequenceState) -> int:
+        """How much speaks for the draft that the sequence would get now: 0 if there is none, else
+        the bits of the length of its match (2 for 2 or 3 tokens, 3 for 4 to 7, up to 6)."""
+        self.catch_up([sequence])
+        state = self._states[sequence.id]
+        for match in self._matches(state, sequence.tokens):
+            if self._path(match, state, 1):
+                return match.length.bit_length()
+        return 0
+
     def _continuations(self, state: _State, tokens: list[int], depth: int) -> list[list[int]]:
-        """What followed each match, best first: longest match, then the nearer source."""
-        hashes = suffix_hashes(tokens, len(tokens))
-        sources = [s for s in (state.recorded, state.own, self._young, self._old) if s]
-        found: list[tuple[int, int, SuffixIndex, int]] = []
-        for rank, source in enumerate(sources):
-            for length, after in source.matches(hashes, tokens):
-                found.append((-length, rank, source, after))
-                if self.width == 1:
-                    break  # only the longest of a source can win
-        found.sort(key=lambda match: match[:2])
+        """What followed each match, best first."""
         paths = []
-        for negative_length, _, source, after in found[: self.width]:
+        for match in self._matches(state, tokens):
             # A short match is weak evidence, so its draft is short whatever went well before.
-            reach = min(depth, state.length, 2 - 2 * negative_length)
-            path = source.tokens[after : after + reach]
-            if source is state.own and len(path) < reach:
-                # The match overlaps the end: the text repeats itself, with this period.
-                path = (path * (reach // len(path) + 1))[:reach]
-            if _SEPARATOR in path:
-                path = path[: path.index(_SEPARATOR)]
+            path = self._path(match, state, min(depth, state.length, 2 + 2 * match.length))
             if path:
                 paths.append(path)
         return paths
+
+    def _matches(self, state: _State, tokens: list[int]) -> list[_Match]:
+        """Where the end of the text occurs: longest match first, then the nearer source."""
+        if state.matched_at == len(tokens):
+            return state.matches
+        hashes = suffix_hashes(tokens, len(tokens))
+        sources = [s for s in (state.recorded, state.own, self._young, self._old) if s]
+        found: list[_Match] = []
+        for rank, source in enumerate(sources):
+            for length, after in source.matches(hashes, tokens):
+                found.append(_Match(length, rank, source, after))
+                if self.width == 1:
+                    break  # only the longest of a source can win
+        found.sort(key=lambda match: (-match.length, match.rank))
+        state.matches, state.matched_at = found[: self.width], len(tokens)
+        return state.matches
+
+    def _path(self, match: _Match, state: _State, reach: int) -> list[int]:
+        """What followed the match, up to `reach` tokens."""
+        source = match.source
+        path = source.tokens[match.after : match.after + reach]
+        if source is state.own and len(path) < reach:
+            # The match overlaps the end: the text repeats itself, with this period.
+            path = (path * (reach // len(path) + 1))[:reach]
+        if _SEPARATOR in path:
+            path = path[: path.index(_SEPARATOR)]
+        return path

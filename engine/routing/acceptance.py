@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..sequence import SequenceState
 from ..telemetry import RoundRecord
-from .base import NONE
+from .base import NONE, Surroundings
 
 HOPE = 4.0  # acceptance length expected of an arm that nobody has tried
 _BINS = (0.1, 0.6, 1.8)  # nats, between entropies that are told apart
@@ -38,6 +38,9 @@ class AcceptancePredictor(Protocol):
     @property
     def signals(self) -> frozenset[str]:
         """Which signals it reads, where there are some."""
+
+    def bind(self, surroundings: Surroundings) -> None:
+        """Whom to ask for the evidence of arms that have some. Without, none has."""
 
     def predict(self, sequences: Sequence[SequenceState], arms: Sequence[str]) -> list[list[float]]:
         """Acceptance length of each arm in each sequence's next round: `[sequences][arms]`. That of
@@ -91,16 +94,22 @@ class _History:
 
     means: dict[tuple[str, int], Mean] = field(default_factory=dict)
     rounds: int = 0
-    bin: int = 0  # at the last prediction
+    kind: int = 0  # at the last prediction
+    evidence: dict[str, int] = field(default_factory=dict)  # likewise, of arms that have some
     arm: str = ""  # of the last round
     errors: list[float] = field(default_factory=lambda: [0.0] * len(_WINDOWS))
     """Running means of realised - predicted while the arm stays."""
     stay: int = 0  # rounds that the arm has
 
+    def place(self, arm: str) -> int:
+        """Which of its rounds the arm's present one is like."""
+        told = self.evidence.get(arm)
+        return self.kind if told is None else len(_BINS) + told
+
 
 class RecentAcceptance:
     """Acceptance as it lately was, per arm, sequence and, where the router's signals tell it,
-    entropy."""
+    entropy; of arms that know how good their draft will be, by their evidence instead."""
 
     signals = frozenset({"entropy"})
 
@@ -111,6 +120,10 @@ class RecentAcceptance:
         self._apart: dict[str, Mean] = {}  # squared distance of a sequence's mean from others'
         self._pulls: dict[str, float] = {}
         self._sequences: dict[str, _History] = {}
+        self._surroundings: Surroundings | None = None
+
+    def bind(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
 
     def predict(self, sequences: Sequence[SequenceState], arms: Sequence[str]) -> list[list[float]]:
         return [self._predict(sequence, arms) for sequence in sequences]
@@ -124,9 +137,9 @@ class RecentAcceptance:
         arm, realised = record.drafter, record.accepted + 1.0
         if arm == NONE:
             return
-        key = arm, history.bin
-        # The prediction that the round began with: the signals are those of the next one by now.
-        error = realised - self._expected(arm, history.bin, history)
+        # What the prediction was made from: signals and evidence are the next round's by now.
+        key = arm, history.place(arm)
+        error = realised - self._expected(arm, history)
         self._watch(history, arm, error)
         mean = history.means.setdefault(key, Mean())
         # The more of a sequence is known, the less one more round of it says about others.
@@ -144,14 +157,20 @@ class RecentAcceptance:
 
     def _predict(self, sequence: SequenceState, arms: Sequence[str]) -> list[float]:
         history = self._history(sequence)
-        history.bin = place = _bin(sequence)
-        return [1.0 if arm == NONE else self._expected(arm, place, history) for arm in arms]
+        history.kind = _bin(sequence)
+        if (surroundings := self._surroundings) is not None:
+            for arm in arms:
+                if arm != NONE and (told := surroundings.evidence(arm, sequence)) is not None:
+                    history.evidence[arm] = told
+        return [1.0 if arm == NONE else self._expected(arm, history) for arm in arms]
 
-    def _expected(self, arm: str, place: int, history: _History) -> float:
+    def _expected(self, arm: str, history: _History) -> float:
+        if history.evidence.get(arm) == 0:
+            return 1.0  # it has nothing to draft
         overall = self._arms.get(arm)
         if overall is None:
             return HOPE
-        key = arm, place
+        key = arm, history.place(arm)
         value = overall.towards(HOPE, _PULL_HOPE)
         if (over_bin := self._bins.get(key)) is not None:
             value = over_bin.towards(value, _PULL_ARM)

@@ -30,6 +30,10 @@ class Surroundings(Protocol):
     def backlog(self, arm: str, sequence: SequenceState) -> int:
         """Rows that the arm would have to catch up by; 0 without a network."""
 
+    def evidence(self, arm: str, sequence: SequenceState) -> int | None:
+        """Which of a few classes the arm's next draft is in, 0 being no draft; None of an arm that
+        does not know before it drafts."""
+
 
 class Router(ABC):
     """Picks an arm per sequence and round. Subclasses set `name` and `arms` and define `route`.

@@ -39,6 +39,7 @@ class _Route:
     arm: int = 0
     expected: float = 1.0
     place: Place = ("", 0)
+    evidence: list[int] = field(default_factory=list)  # of each arm; -1 if it has none to tell
     length: int = 0
     loss: float | None = None  # seconds that the round is expected to lose, if it is a try
 
@@ -72,7 +73,7 @@ class CostAwareRouter(Router):
         self._predictor = RecentAcceptance() if predictor is None else predictor
         self.signals = self._predictor.signals
         self._names = (NONE, *self.arms)  # by index
-        self._drafted = [Mean(0.0, 1.0)] + [Mean(_GUESS_DRAFTED, 0.0) for _ in self.arms]
+        self._drafted: dict[tuple[int, int], Mean] = {(0, -1): Mean(0.0, 1.0)}  # arm and evidence
         self._exploration = Exploration(exploration)
         self._routes: dict[str, _Route] = {}
         self._overhead = Mean()
@@ -85,6 +86,7 @@ class CostAwareRouter(Router):
 
     def bind(self, surroundings: Surroundings) -> None:
         self._surroundings = surroundings
+        self._predictor.bind(surroundings)
         self._networks = [surroundings.network(arm) for arm in self._names]
         self._lagging = any(network is not None for network in self._networks)
 
@@ -94,16 +96,18 @@ class CostAwareRouter(Router):
         predicted = self._predictor.predict(sequences, self._names)
         choices, backlogs = [], []
         for sequence, route, yields in zip(sequences, routes, predicted, strict=True):
-            allowed, backlog = self._allowed(sequence)
+            allowed, backlog = self._allowed(sequence, route)
             rows = self._share(route, yields, backlog)
-            choices.append(Choices(len(sequence.tokens), allowed, yields, rows))
+            verified = [
+                self._drafts(arm, told).value + 1.0 for arm, told in enumerate(route.evidence)
+            ]
+            choices.append(Choices(len(sequence.tokens), allowed, yields, rows, verified))
             backlogs.append(backlog)
             route.place = sequence.id, self._predictor.kind(sequence)
         step = Step(
             self._surroundings.costs,
             self._names,
             self._networks,
-            [mean.value + 1.0 for mean in self._drafted],
             max(0.0, self._overhead.value),
             choices,
         )
@@ -134,7 +138,8 @@ class CostAwareRouter(Router):
         self._step.append((record, route.length))
         chosen = arm == route.arm  # else someone else's choice: a guard's, or a drafter's limit
         if arm:
-            self._drafted[arm].add_within(record.drafted, _VERIFIED)
+            told = route.evidence[arm]
+            self._drafts(arm, told).add_within(record.drafted, _VERIFIED)
             self._exploration.use(record.drafter, route.place, route.loss if chosen else None)
         if chosen:
             self._exploration.spend(route.place, record.round_seconds)
@@ -162,13 +167,25 @@ class CostAwareRouter(Router):
             "overhead_seconds": max(0.0, self._overhead.value),
         }
 
-    def _allowed(self, sequence: SequenceState) -> tuple[list[int], list[float]]:
-        """Arms that can serve the sequence, and each one's backlog."""
+    def _drafts(self, arm: int, told: int) -> Mean:
+        """Nodes of an arm's drafts with such evidence."""
+        mean = self._drafted.get((arm, told))
+        if mean is None:
+            mean = self._drafted[arm, told] = Mean(_GUESS_DRAFTED, 0.0)
+        return mean
+
+    def _allowed(self, sequence: SequenceState, route: _Route) -> tuple[list[int], list[float]]:
+        """Arms that have something for the sequence, and each one's backlog."""
         surroundings = self._surroundings
         allowed, backlog = [0], [0.0] * len(self._names)
+        route.evidence = [-1] * len(self._names)
         for arm in range(1, len(self._names)):
             name = self._names[arm]
             if surroundings.available(name, sequence):
+                told = surroundings.evidence(name, sequence)
+                route.evidence[arm] = -1 if told is None else told
+                if told == 0:
+                    continue  # it would draft nothing
                 allowed.append(arm)
                 if self._networks[arm] is not None:
                     backlog[arm] = float(surroundings.backlog(name, sequence))

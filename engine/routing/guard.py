@@ -11,7 +11,7 @@ router ends soon, and the next one has to wait, twice as long each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,8 @@ class _Rate:
         return math.sqrt(variance / self.steps) / mean
 
 
-class _Arm:
-    """What an arm's own rounds were like."""
+class _Class:
+    """What those of an arm's rounds were like that had the same evidence."""
 
     __slots__ = ("accepted", "drafted", "square")
 
@@ -93,6 +93,62 @@ class _Arm:
         return max(1.0, mean - math.sqrt(variance / weight))
 
 
+class _Arm:
+    """What an arm's rounds would be like if it had all of them.
+
+    A router calls an arm that knows how good its draft will be where that is good. So its own
+    rounds count by how often their class of evidence is met in all rounds, and it yields one token
+    where it has nothing to draft, or was never seen with such evidence.
+    """
+
+    __slots__ = ("_classes", "_met")
+
+    def __init__(self) -> None:
+        self._classes: dict[int | None, _Class] = {}
+        self._met: dict[int | None, float] = {}
+
+    def add(self, record: RoundRecord, evidence: int | None) -> None:
+        """A round that the arm had."""
+        self._classes.setdefault(evidence, _Class()).add(record)
+
+    def meet(self, evidence: int | None) -> None:
+        """A round that the arm could have had."""
+        for known in self._met:
+            self._met[known] *= 1.0 - 1.0 / _REMEMBERED
+        self._met[evidence] = self._met.get(evidence, 0.0) + 1.0
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._classes)
+
+    @property
+    def accepted(self) -> float:
+        """Acceptance length."""
+        return self._mean(lambda rounds: rounds.accepted.value, 1.0)
+
+    @property
+    def surely(self) -> float:
+        """Acceptance length, less one standard deviation of the mean."""
+        return self._mean(lambda rounds: rounds.surely, 1.0)
+
+    @property
+    def drafted(self) -> float:
+        return self._mean(lambda rounds: rounds.drafted.value, 0.0)
+
+    def _mean(self, of: Callable[[_Class], float], otherwise: float) -> float:
+        total = sum(self._met.values())
+        if not total:
+            return otherwise
+        known = self._classes
+        return (
+            sum(
+                count * (of(known[told]) if told in known else otherwise)
+                for told, count in self._met.items()
+            )
+            / total
+        )
+
+
 class Guard(Router):
     """Routes like the router that it watches, as long as that is worth it.
 
@@ -116,6 +172,7 @@ class Guard(Router):
         self._window = float(window)
         self._first_hold = self._hold = hold
         self._known = {arm: _Arm() for arm in self.arms}
+        self._told: dict[str, dict[str, int | None]] = {}  # evidence, by sequence and arm
         self._alone = {arm: _Rate() for arm in (NONE, *self.arms)}  # on the same steps
         self._own = _Rate()  # since the last pin or release
         self._routed = 0.0  # rate before the pin
@@ -136,6 +193,8 @@ class Guard(Router):
 
     def route(self, sequences: Sequence[SequenceState]) -> list[str]:
         self._settle()
+        ask = self._surroundings.evidence
+        self._told = {s.id: {arm: ask(arm, s) for arm in self.arms} for s in sequences}
         # Asked in any case: what it learns from a round, it learns for the state that it saw.
         chosen = self.router.route(sequences)
         self._probe = None
@@ -148,12 +207,18 @@ class Guard(Router):
         if self._pinned is None:
             return self.router.predicted(sequence)
         arm = self._serving(sequence)
-        return 1.0 if arm == NONE else self._known[arm].accepted.value or HOPE
+        if arm == NONE:
+            return 1.0
+        known = self._known[arm]
+        return known.accepted if known.is_known else HOPE
 
     def observe(self, sequence: SequenceState, record: RoundRecord) -> None:
         self.router.observe(sequence, record)
-        if record.drafter in self._known:
-            self._known[record.drafter].add(record)
+        told = self._told.get(sequence.id, {})
+        for arm, known in self._known.items():
+            known.meet(told.get(arm))
+            if arm == record.drafter:
+                known.add(record, told.get(arm))
         self._step.append((record, len(sequence.tokens)))
         if self._pinned is None:
             return
@@ -216,9 +281,9 @@ class Guard(Router):
         if arm == NONE:
             return float(count), overhead + costs.verify(count, count * length)
         known = self._known[arm]
-        if not known.accepted.weight:
+        if not known.is_known:
             return 0.0, 0.0
-        verified = count * (known.drafted.value + 1.0)
+        verified = count * (known.drafted + 1.0)
         yields = count * known.surely
         seconds = overhead + costs.verify(verified, verified * length) + costs.draft(arm, count)
         network = self._surroundings.network(arm)
@@ -290,13 +355,13 @@ class Guard(Router):
         costs, pinned = self._surroundings.costs, self._pinned
         assert pinned is not None
         own, other = self._known.get(pinned), self._known[arm]
-        before = 1.0 if own is None else own.drafted.value + 1.0
-        after = other.drafted.value + 1.0
+        before = 1.0 if own is None else own.drafted + 1.0
+        after = other.drafted + 1.0
         seconds = costs.draft(arm, 1)
         if own is not None:
             seconds += costs.draft(pinned, count - 1) - costs.draft(pinned, count)
         seconds += costs.verify(before * (count - 1) + after, after * length)
         seconds -= costs.verify(before * count, before * length)
-        kept = 1.0 if own is None else own.accepted.value
-        tokens = (other.accepted.value or HOPE) - kept
+        kept = 1.0 if own is None else own.accepted
+        tokens = (other.accepted if other.is_known else HOPE) - kept
         return tokens, seconds

@@ -16,7 +16,7 @@ from ..errors import SettingsError
 from ..sequence import SequenceState
 from ..telemetry import RoundRecord
 from .acceptance import RecentAcceptance
-from .base import NONE
+from .base import NONE, Surroundings
 from .signals import Signals
 from .weights import MadeFor, read_router, write_router
 
@@ -76,6 +76,9 @@ class NeuralAcceptance:
         self.head = head.float().eval()
         self._recent = RecentAcceptance()
         self._columns = {arm: column for column, arm in enumerate(head.arms)}
+
+    def bind(self, surroundings: Surroundings) -> None:
+        self._recent.bind(surroundings)
 
     def predict(self, sequences: Sequence[SequenceState], arms: Sequence[str]) -> list[list[float]]:
         found = self._recent.predict(sequences, arms)

@@ -21,12 +21,14 @@ class Choices:
         allowed: arms that can serve it, by index.
         yields: tokens that each is expected to make.
         rows: rows that its network has to catch up by in this round.
+        verified: tokens that each has verified, the root included.
     """
 
     length: int
     allowed: list[int]
     yields: list[float]
     rows: list[float]
+    verified: list[float]
 
 
 class Step:
@@ -34,7 +36,6 @@ class Step:
 
     Args:
         arms: by index; `networks` are theirs, or None.
-        verified: tokens that each has verified per round.
         overhead: seconds that a step takes beside drafting, catching up and verifying.
 
     Attributes:
@@ -46,7 +47,6 @@ class Step:
         costs: CostModel,
         arms: Sequence[str],
         networks: Sequence[str | None],
-        verified: Sequence[float],
         overhead: float,
         sequences: Sequence[Choices],
     ) -> None:
@@ -54,7 +54,6 @@ class Step:
         self._costs = costs
         self._arms = arms
         self._networks = networks
-        self._verified = verified
         self._overhead = overhead
         # Verification is linear in what is attended to.
         base = costs.verify(1, 0)
@@ -65,14 +64,14 @@ class Step:
 
     def place(self, assignment: Sequence[int]) -> float:
         """Give each sequence its arm, by index; the rate."""
-        verified = self._verified
         self.assignment = list(assignment)
         self._tokens = self._attended = self._yields = 0.0
         self._counts = [0] * len(self._arms)
         self._rows = [0.0] * len(self._arms)
         for choices, arm in zip(self.sequences, assignment, strict=True):
-            self._tokens += verified[arm]
-            self._attended += verified[arm] * choices.length
+            verified = choices.verified[arm]
+            self._tokens += verified
+            self._attended += verified * choices.length
             self._yields += choices.yields[arm]
             self._counts[arm] += 1
             self._rows[arm] += choices.rows[arm]
@@ -115,7 +114,7 @@ class Step:
             rows: that each arm would have to catch up by, instead of the sequence's own.
         """
         choices, present = self.sequences[index], self.assignment[index]
-        own_rows, own_yields, verified = choices.rows, choices.yields, self._verified
+        own_rows, own_yields, verified = choices.rows, choices.yields, choices.verified
         if rows is None:
             rows = own_rows
         tokens = self._tokens - verified[present]
@@ -147,8 +146,8 @@ class Step:
         choices, left = self.sequences[index], self.assignment[index]
         self.assignment[index] = arm
         for a, sign in ((left, -1), (arm, 1)):
-            self._tokens += sign * self._verified[a]
-            self._attended += sign * self._verified[a] * choices.length
+            self._tokens += sign * choices.verified[a]
+            self._attended += sign * choices.verified[a] * choices.length
             self._yields += sign * choices.yields[a]
             self._counts[a] += sign
             self._rows[a] += sign * choices.rows[a]
