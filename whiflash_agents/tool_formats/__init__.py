@@ -1,0 +1,1 @@
+"""How models write tool calls: one layout and one response template per family."""
